@@ -1,0 +1,91 @@
+"""Log-probability of selected tokens: the declaration and the PyTorch operator."""
+
+from __future__ import annotations
+
+import torch
+
+from rl_engine.backends.reference.dtypes import require_float, wide
+from rl_engine.backends.spec import Case, InputMaker, Inputs, Tolerance, operator
+
+
+def _inputs(make: InputMaker, rows: int, vocab: int) -> Inputs:
+    return Inputs((make.normal(rows, vocab, scale=2.0), make.integers(0, vocab, rows)))
+
+
+def check_logp(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> None:
+    """Raise unless ``targets`` are int32 or int64 ids of shape ``logits.shape[:-1]`` and temperature is positive."""
+    if targets.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"logp: targets are {targets.dtype}; pass int32 or int64 ids")
+    if logits.dim() == 0 or logits.shape[-1] == 0:
+        raise ValueError(f"logp: logits are {list(logits.shape)}; pass [..., vocab] with vocab of at least 1")
+    if targets.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"logp: targets are {list(targets.shape)}, logits are {list(logits.shape)}; "
+            f"pass targets of shape {list(logits.shape[:-1])}"
+        )
+    if not temperature > 0:
+        raise ValueError(f"logp: temperature is {temperature}; pass a number above 0")
+
+
+def validate_ids(targets: torch.Tensor, vocab: int, ignore_index: int) -> None:
+    """Raise ValueError if an id is neither ``ignore_index`` nor in [0, vocab). Waits for the device."""
+    bad = targets[(targets != ignore_index) & ((targets < 0) | (targets >= vocab))]
+    if bad.numel():
+        raise ValueError(f"logp: {bad.numel()} ids outside [0, {vocab}), the first is {bad[0].item()}; mask or fix them")
+
+
+@operator(
+    "logp",
+    family="logprob",
+    contract=(
+        "logp.v1: chunks of 4096 columns from column 0, each with its exact maximum and its sum of exp2((z - m) * log2(e))"
+        " folded neighbours first, padded with zeros; chunks merged ascending; z is multiplied by fp32(1 / temperature)"
+        " first, and not at all at 1"
+    ),
+    inputs=_inputs,
+    cases=(
+        Case("tiny", {"rows": 3, "vocab": 7}),
+        Case("odd", {"rows": 5, "vocab": 4099}),
+        Case("one", {"rows": 2, "vocab": 1}),
+        Case("warm", {"rows": 4, "vocab": 33}, {"temperature": 0.7}),
+        Case("empty", {"rows": 0, "vocab": 8}),
+        Case("small", {"rows": 64, "vocab": 151936}, tags=frozenset({"speed"})),
+        Case("thr-ll", {"rows": 8192, "vocab": 128256}, tags=frozenset({"speed"})),
+    ),
+    tolerance=Tolerance({"float32": 64, "float16": 64, "bfloat16": 64}, "a balanced sum of vocab exponentials, a log"),
+)
+def logp(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    validate: bool = False,
+) -> torch.Tensor:
+    """Return ``log_softmax(logits / temperature)`` at ``targets``, in fp32 (fp64 for fp64).
+
+    Args:
+        logits: [..., vocab], bf16, fp16, fp32 or fp64, any strides.
+        targets: [...], int32 or int64. ``ignore_index`` gives 0 and a zero gradient row. Another id outside
+            [0, vocab) gives NaN and a zero gradient row; nothing is read out of bounds.
+        ignore_index: the id that marks padding.
+        temperature: positive; 1.0 leaves the logits as they are, bit for bit.
+        validate: raise for ids out of range, at the price of waiting for the device.
+
+    Returns:
+        [...], fp32 (fp64 for fp64).
+
+    Raises:
+        ValueError: shapes disagree, temperature is not positive, or ``validate`` found an id out of range.
+        TypeError: logits are not floating point, or targets are not int32 or int64.
+    """
+    require_float("logp", logits=logits)
+    check_logp(logits, targets, temperature)
+    if validate:
+        validate_ids(targets, logits.shape[-1], ignore_index)
+    inside = (targets >= 0) & (targets < logits.shape[-1])
+    use = inside & (targets != ignore_index)
+    scores = torch.log_softmax(wide(logits) / temperature, -1)
+    chosen = scores.gather(-1, torch.where(use, targets, 0).long().unsqueeze(-1)).squeeze(-1)
+    other = torch.where(targets == ignore_index, 0.0, float("nan")).to(chosen.dtype)
+    return torch.where(use, chosen, other)

@@ -1,0 +1,78 @@
+"""Which operators dispatch may choose, and whether their launches are tuned: process-wide, or for a block of code."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TYPE_CHECKING, Literal, get_args
+
+from rl_engine import settings
+from rl_engine.settings import AutotuneMode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["AutotuneMode", "LaunchPolicy", "RLKernelMode", "autotune", "launch_policy", "pinned", "rl_kernel_mode"]
+
+Phase = Literal["forward", "backward"]
+
+
+class RLKernelMode(str, Enum):
+    """What dispatch may choose: see `rl_engine.runtime.registry`."""
+
+    STRICT = "strict"
+    AUDIT = "audit"
+    AUTO = "auto"
+    OFF = "off"
+
+
+@dataclass(frozen=True)
+class LaunchPolicy:
+    """What a launch needs to know of its surroundings: is it tuned, and in which pass does it run."""
+
+    mode: AutotuneMode
+    phase: Phase = "forward"
+
+
+_ambient: ContextVar[LaunchPolicy | None] = ContextVar("rl_kernel_launch_policy", default=None)
+
+
+@functools.cache
+def _process_policy() -> LaunchPolicy:
+    return LaunchPolicy(settings.current().autotune)
+
+
+def launch_policy() -> LaunchPolicy:
+    """Return the policy in force here: the innermost `autotune` block's, else the process's (RL_KERNEL_AUTOTUNE)."""
+    return _ambient.get() or _process_policy()
+
+
+def rl_kernel_mode() -> RLKernelMode:
+    """Return the process's dispatch mode, from RL_KERNEL_MODE; ``auto`` when it is unset."""
+    return RLKernelMode(settings.current().mode)
+
+
+@contextlib.contextmanager
+def autotune(mode: AutotuneMode) -> Iterator[None]:
+    """Tune launches inside the block (``on``), use records only (``replay``), or neither (``off``).
+
+    The backward of a forward that ran inside the block follows the block, wherever and whenever it runs.
+    Raises ValueError for any other word.
+    """
+    if mode not in get_args(AutotuneMode):
+        raise ValueError(f"autotune({mode!r}): pass one of {', '.join(get_args(AutotuneMode))}")
+    with pinned(replace(_ambient.get() or LaunchPolicy(mode), mode=mode)):
+        yield
+
+
+@contextlib.contextmanager
+def pinned(policy: LaunchPolicy) -> Iterator[None]:
+    """Make ``policy`` the one in force inside the block."""
+    token = _ambient.set(policy)
+    try:
+        yield
+    finally:
+        _ambient.reset(token)
