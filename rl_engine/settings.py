@@ -58,7 +58,7 @@ class Settings:
             mode=_choice(environment, "RL_KERNEL_MODE", _MODE_WORDS),
             autotune=_choice(environment, "RL_KERNEL_AUTOTUNE", _AUTOTUNE_WORDS),
             cache_dir=_cache_dir(environment),
-            shared=tuple(Path(folder) for folder in shared if folder.strip()),
+            shared=tuple(Path(folder.strip()).absolute() for folder in shared if folder.strip()),
             budget_s=_seconds(environment, "RL_KERNEL_AUTOTUNE_BUDGET_S", default=cls.budget_s),
             scope=_choice(environment, "RL_KERNEL_AUTOTUNE_SCOPE", _SCOPE_WORDS),
         )
@@ -100,7 +100,7 @@ def _cache_dir(environment: Mapping[str, str]) -> Path | None:
     if base and Path(base).is_absolute():  # the XDG specification says to ignore relative ones
         return Path(base) / "rl_kernel" / "autotune"
     try:
-        home = Path(environment["HOME"]) if environment.get("HOME", "").strip() else Path.home()
+        home = Path(environment["HOME"].strip()) if "HOME" in environment else Path.home()
     except RuntimeError:  # a container's user without a home and without a passwd entry
         return None
     return home / ".cache" / "rl_kernel" / "autotune" if home.is_absolute() else None

@@ -39,5 +39,6 @@ def implementations() -> Mapping[str, spec.Implementation]:
 
 
 def _modules(package: ModuleType) -> Iterator[str]:
-    found = pkgutil.walk_packages(package.__path__, package.__name__ + ".")
+    # walk_packages passes over packages that fail to import: importing such a one again raises its own error
+    found = pkgutil.walk_packages(package.__path__, package.__name__ + ".", onerror=importlib.import_module)
     return iter(sorted(module.name for module in found if not module.ispkg))

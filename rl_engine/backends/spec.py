@@ -1,4 +1,4 @@
-"""What an operator is: one declaration, beside its PyTorch reference, that registry, tests, benchmarks and docs read."""
+"""What an operator is: one declaration beside its PyTorch reference, read by registry, tests, benchmarks and docs."""
 
 from __future__ import annotations
 

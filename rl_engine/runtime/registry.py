@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,8 @@ from rl_engine.platforms.tuning import events
 from rl_engine.runtime.policy import RLKernelMode, rl_kernel_mode
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from rl_engine.backends.spec import Implementation
@@ -48,9 +49,7 @@ class KernelRegistry:
         self._operators: dict[str, Operator] = {}
         self._lock = threading.Lock()
 
-    def get_op(
-        self, op_type: str, device: torch.device | str | None = None, *, backend: str | None = None
-    ) -> Operator:
+    def get_op(self, op_type: str, device: torch.device | str | None = None, *, backend: str | None = None) -> Operator:
         """Return operator ``op_type`` for ``device`` (default: the accelerator if there is one, else the CPU).
 
         Args:
@@ -66,10 +65,10 @@ class KernelRegistry:
         if op_type not in known:
             raise BackendError(f"get_op({op_type!r}): no such operator; there are {', '.join(sorted(known))}")
         device_type = _device_type(device)
-        if backend is None:
-            chosen = _default(op_type, device_type, rl_kernel_mode())
-        else:
-            chosen = _explicit(op_type, device_type, backend)
+        mode = rl_kernel_mode()
+        chosen = _default(op_type, device_type, mode) if backend is None else _explicit(op_type, device_type, backend)
+        if mode is RLKernelMode.AUDIT:
+            events.log().emit(events.TuningEvent("dispatch", op_type, reason=f"{chosen.backend_id} on {device_type}"))
         return self._operator(chosen, known[op_type].contract)
 
     def _operator(self, chosen: Implementation, contract: str) -> Operator:
@@ -114,7 +113,6 @@ def _default(op_type: str, device_type: str, mode: RLKernelMode) -> Implementati
             continue
         reason = one.unavailable(device_type)
         if reason is None:
-            _audit(mode, one, device_type)
             return one
         reasons[one.backend_id] = reason
     if mode in (RLKernelMode.STRICT, RLKernelMode.AUDIT):
@@ -138,8 +136,3 @@ def _explicit(op_type: str, device_type: str, backend: str) -> Implementation:
     if reason is not None:
         raise BackendError(f"get_op({op_type!r}, backend={backend!r}) on {device_type}: {reason}")
     return chosen
-
-
-def _audit(mode: RLKernelMode, chosen: Implementation, device_type: str) -> None:
-    if mode is RLKernelMode.AUDIT:
-        events.log().emit(events.TuningEvent("dispatch", chosen.op, reason=f"{chosen.backend_id} on {device_type}"))

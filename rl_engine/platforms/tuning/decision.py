@@ -8,11 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rl_engine.errors import TrialUnavailableError
+
 if TYPE_CHECKING:
     from rl_engine.platforms.tuning.key import Candidate
 
 MARGIN = 0.01  # a winner saves more than 1%
 SIGMAS = 3.0  # and more than three standard errors of the median ratio
+HOPELESS = 2.0  # times the fixed launch's time: not sampled a second time
 SCREENING_ROUNDS = 5
 FINAL_ROUNDS = 15
 FINALISTS = 3
@@ -45,35 +48,40 @@ def measure(
     candidates: tuple[Candidate, ...],
     sample: Callable[[Candidate], float],
     out_of_time: Callable[[], bool],
-) -> Measurement | None:
-    """Measure ``candidates``, the fixed launch first; return None where time ran out before a decision.
+) -> Measurement:
+    """Measure ``candidates``, the fixed launch first, and decide.
 
     A few rounds over all choose the finalists; fresh rounds over finalists and fixed launch decide, so that the winner
     of many noisy candidates does not win by luck. The first sample of each candidate is thrown away (it pays for
-    cold clocks and instruction caches). A round samples every candidate once, starting at another one each time, and
-    is judged by its ratios to the fixed launch of the same round: slow drift cancels.
+    cold clocks and instruction caches), and one that then takes twice the fixed launch's time is not sampled again.
+    A round samples every candidate once, starting at another one each time, and is judged by its ratios to the fixed
+    launch of the same round: slow drift cancels.
+
+    Raises:
+        TrialUnavailableError: time ran out, or the fixed launch could not be timed.
     """
+    fixed, *challengers = candidates
+    if not challengers:
+        return Measurement(Decision(fixed, 1.0, 0.0, "no other candidate qualified"), {}, {})
     for candidate in candidates:
         sample(candidate)
-    screening = _rounds(candidates, sample, SCREENING_ROUNDS, out_of_time)
-    if screening is None:
-        return None
-    fixed, *challengers = candidates
-    challengers.sort(key=lambda candidate: statistics.median(_ratios(screening[candidate], screening[fixed])))
-    finalists = (fixed, *challengers[:FINALISTS])
-    final = _rounds(finalists, sample, FINAL_ROUNDS, out_of_time)
-    if final is None:
-        return None
-    return Measurement(decide(fixed, final), screening, final)
+    first = _rounds(candidates, sample, 1, out_of_time)
+    hopeful = tuple(one for one in first if _ratio(one, fixed, first) < HOPELESS)
+    screening = _rounds(hopeful, sample, SCREENING_ROUNDS, out_of_time)
+    # equal ratios go by the options, so that the order in which candidates are declared never matters
+    ranked = sorted(screening, key=lambda one: (_ratio(one, fixed, screening), one.options))
+    finalists = [one for one in ranked if _ratio(one, fixed, screening) < 1][:FINALISTS]
+    final = _rounds((fixed, *finalists), sample, FINAL_ROUNDS, out_of_time) if finalists else {}
+    return Measurement(decide(fixed, final), {**first, **screening}, final)
 
 
 def decide(fixed: Candidate, samples: Samples) -> Decision:
     """Return the fastest candidate that beats ``fixed`` by more than `MARGIN` and the noise, else ``fixed``."""
     best = Decision(fixed, 1.0, 0.0, "no candidate was faster than the fixed launch beyond the noise")
     for candidate, times in samples.items():
-        ratios = _ratios(times, samples[fixed])
-        if candidate == fixed or math.inf in ratios:
+        if candidate == fixed:
             continue
+        ratios = _ratios(times, samples[fixed])
         ratio, noise = statistics.median(ratios), _standard_error(ratios)
         if ratio < min(1 - max(MARGIN, SIGMAS * noise), best.ratio):
             best = Decision(candidate, ratio, noise, f"{1 - ratio:.1%} faster than the fixed launch")
@@ -85,21 +93,27 @@ def _rounds(
     sample: Callable[[Candidate], float],
     rounds: int,
     out_of_time: Callable[[], bool],
-) -> Samples | None:
+) -> Samples:
+    """Return ``rounds`` samples of each candidate; one that gave no time (NaN, infinity, zero) is left out."""
     taken: dict[Candidate, list[float]] = {candidate: [] for candidate in candidates}
     for start in range(rounds):
         if out_of_time():
-            return None
+            raise TrialUnavailableError("the tuning budget ended while it was measured")
         for step in range(len(candidates)):
             candidate = candidates[(start + step) % len(candidates)]
             taken[candidate].append(sample(candidate))
-    return {candidate: tuple(times) for candidate, times in taken.items()}
+    timed = {one: tuple(times) for one, times in taken.items() if all(0 < time < math.inf for time in times)}
+    if candidates[0] not in timed:
+        raise TrialUnavailableError("the fixed launch could not be timed")
+    return timed
+
+
+def _ratio(candidate: Candidate, fixed: Candidate, samples: Samples) -> float:
+    return statistics.median(_ratios(samples[candidate], samples[fixed]))
 
 
 def _ratios(times: tuple[float, ...], fixed: tuple[float, ...]) -> list[float]:
-    """Return the paired ratios; a time that is no time (NaN, infinite, zero) counts as hopeless."""
-    pairs = zip(times, fixed, strict=True)
-    return [ours / theirs if 0 < ours < math.inf and 0 < theirs < math.inf else math.inf for ours, theirs in pairs]
+    return [ours / theirs for ours, theirs in zip(times, fixed, strict=True)]
 
 
 def _standard_error(ratios: list[float]) -> float:

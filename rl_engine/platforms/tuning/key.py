@@ -19,7 +19,7 @@ class Candidate:
     options: tuple[tuple[str, int], ...]
 
     @classmethod
-    def of(cls, **options: int) -> Candidate:
+    def of(cls, /, **options: int) -> Candidate:
         """Return the candidate with these options."""
         return cls(tuple(sorted(options.items())))
 
@@ -28,9 +28,9 @@ class Candidate:
         return " ".join(f"{name}={value}" for name, value in self.options)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TuningKey:
-    """Everything that may change which launch is fastest, or which bits a launch gives.
+    """Everything that may change which launch is fastest, or which bits a launch gives. Equal digests are equal keys.
 
     Attributes:
         kernel: the kernel's name.
@@ -45,6 +45,14 @@ class TuningKey:
         """Return the key with these parts."""
         return cls(kernel, tuple(sorted(parts.items())))
 
+    def __eq__(self, other: object) -> bool:
+        """Compare digests: Python's own comparison takes 1 and True for the same part."""
+        return isinstance(other, TuningKey) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        """Return the digest's hash."""
+        return hash(self.digest)
+
     @functools.cached_property
     def digest(self) -> str:
         """SHA-256 over kernel and parts: the record's file name."""
@@ -58,8 +66,9 @@ class TuningKey:
     def differs_from(self, other: TuningKey) -> tuple[tuple[str, Part, Part], ...]:
         """Return (name, ours, theirs) for every part that differs; a part one side lacks is None there."""
         ours, theirs = dict(self.parts), dict(other.parts)
-        names = sorted(ours.keys() | theirs.keys())
-        found = tuple((n, ours.get(n), theirs.get(n)) for n in names if not _same(ours.get(n), theirs.get(n)))
+        common = ours.keys() & theirs.keys()
+        differing = (ours.keys() ^ theirs.keys()) | {name for name in common if not _same(ours[name], theirs[name])}
+        found = tuple((name, ours.get(name), theirs.get(name)) for name in sorted(differing))
         return found if self.kernel == other.kernel else (("kernel", self.kernel, other.kernel), *found)
 
 

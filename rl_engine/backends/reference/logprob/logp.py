@@ -31,16 +31,18 @@ def validate_ids(targets: torch.Tensor, vocab: int, ignore_index: int) -> None:
     """Raise ValueError if an id is neither ``ignore_index`` nor in [0, vocab). Waits for the device."""
     bad = targets[(targets != ignore_index) & ((targets < 0) | (targets >= vocab))]
     if bad.numel():
-        raise ValueError(f"logp: {bad.numel()} ids outside [0, {vocab}), the first is {bad[0].item()}; mask or fix them")
+        raise ValueError(
+            f"logp: {bad.numel()} ids outside [0, {vocab}), the first is {bad[0].item()}; mask or fix them"
+        )
 
 
 @operator(
     "logp",
     family="logprob",
     contract=(
-        "logp.v1: chunks of 4096 columns from column 0, each with its exact maximum and its sum of exp2((z - m) * log2(e))"
-        " folded neighbours first, padded with zeros; chunks merged ascending; z is multiplied by fp32(1 / temperature)"
-        " first, and not at all at 1"
+        "logp.v1: chunks of 4096 columns from column 0, each with its exact maximum and its sum of"
+        " exp2((z - m) * log2(e)) folded neighbours first, padded with zeros; chunks merged ascending; z is multiplied"
+        " by fp32(1 / temperature) first, and not at all at 1"
     ),
     inputs=_inputs,
     cases=(

@@ -12,9 +12,7 @@ def _inputs(make: InputMaker, groups: int, samples: int) -> Inputs:
     return Inputs((make.normal(groups * samples),), {"samples_per_prompt": samples}, differentiable=())
 
 
-def check_groups(
-    rewards: torch.Tensor, samples_per_prompt: int | None, group_boundaries: torch.Tensor | None
-) -> None:
+def check_groups(rewards: torch.Tensor, samples_per_prompt: int | None, group_boundaries: torch.Tensor | None) -> None:
     """Raise ValueError unless ``rewards`` are 1-D and exactly one way to group them is given and fits."""
     if rewards.dim() != 1:
         raise ValueError(f"group_advantages: rewards are {list(rewards.shape)}; pass one reward a sample, [samples]")
@@ -35,8 +33,8 @@ def check_groups(
     "group_advantages",
     family="loss",
     contract=(
-        "group_advantages.v1: two passes; sums fold neighbours inside tiles of 1024 samples, tiles ascending; population"
-        " variance; (r - mean) / max(std, eps)"
+        "group_advantages.v1: two passes; sums fold neighbours inside tiles of 1024 samples, tiles ascending;"
+        " population variance; (r - mean) / max(std, eps)"
     ),
     inputs=_inputs,
     cases=(

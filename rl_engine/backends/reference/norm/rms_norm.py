@@ -31,9 +31,9 @@ def check_rms_norm(x: torch.Tensor, weight: torch.Tensor) -> None:
     "rms_norm",
     family="norm",
     contract=(
-        "rms_norm.v1: row sums fold neighbours over the row padded with zeros to a power of two; mean = sum * fp32(1/H);"
-        " rstd = rsqrt(mean + eps); y = x * rstd * w in fp32, rounded once; dw = ascending fma chains over leaves of 32"
-        " rows, leaves folded neighbours first"
+        "rms_norm.v1: row sums fold neighbours over the row padded with zeros to a power of two;"
+        " rstd = rsqrt(fma(sum, fp32(1/H), eps)); y = x * rstd * w in fp32, rounded once;"
+        " dw = ascending fma chains over leaves of 32 rows, leaves folded neighbours first"
     ),
     inputs=_inputs,
     cases=(

@@ -1,0 +1,250 @@
+"""TunableKernel: the decorator above ``@triton.jit`` through which every launch of this library goes.
+
+Off, a launch is Triton's own with the kernel's fixed options. On, the first launch of a signature asks the
+`PersistentAutotuner`; later ones look their options up in a table here and never call it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from rl_engine import settings
+from rl_engine.backends.shared.triton import compiler
+from rl_engine.backends.shared.triton.candidates import Admits, FixedRule, derive
+from rl_engine.backends.shared.triton.launch_trial import LaunchTrial
+from rl_engine.backends.shared.triton.qualification import BoundLaunch
+from rl_engine.backends.shared.triton.signature import generate
+from rl_engine.platforms import device
+from rl_engine.platforms.autotuner import process_autotuner
+from rl_engine.platforms.tuning import events
+from rl_engine.platforms.tuning.identity import machine_parts, physical_parts
+from rl_engine.platforms.tuning.key import Candidate, Part, TuningKey, candidates_digest
+from rl_engine.runtime.policy import LaunchPolicy, launch_policy, pinned
+
+if TYPE_CHECKING:
+    from rl_engine.platforms.device import DeviceIdentity
+
+__all__ = ["KernelLauncher", "TunableKernel", "kernels", "pin_autotune", "pinned_backward"]
+
+_LAUNCH_OPTIONS = frozenset({"num_warps", "num_stages", "num_ctas", "maxnreg", "waves_per_eu"})
+_Backward = TypeVar("_Backward", bound=Callable[..., Any])
+_kernels: dict[str, KernelLauncher] = {}
+# Triton's interpreter patches `triton.language` for the whole process: 34 of 160 launches from four threads failed.
+_interpreter_lock = threading.RLock()
+_in_child_of_cuda_process = False
+
+
+def kernels() -> Mapping[str, KernelLauncher]:
+    """Return every wrapped kernel by name. Complete after `rl_engine.backends.catalog.load`."""
+    return dict(_kernels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TunableKernel:
+    """Declares how a kernel may be launched; used as a decorator above ``@triton.jit``.
+
+    Pointer arguments end in ``_ptr``; parameters named in ``neutral`` come last and are not passed by callers.
+
+    Attributes:
+        outputs: pointers the kernel writes and does not read.
+        fixed: (scalar arguments, device) -> the launch used without tuning: a value for every axis.
+        neutral: axes that cannot change the order of any floating-point sum, and their values.
+        inout: pointers the kernel reads and writes.
+        data: pointers to floating-point inputs whose values may be anything (no ids, offsets, lengths).
+        dynamic: integers that change from step to step; declared ``do_not_specialize`` below.
+        admits: (scalar arguments, launch) -> whether the launch makes sense at all.
+        warm: the inputs usually lie in the L2, so time them there.
+    """
+
+    outputs: tuple[str, ...]
+    fixed: FixedRule
+    neutral: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    inout: tuple[str, ...] = ()
+    data: tuple[str, ...] = ()
+    dynamic: tuple[str, ...] = ()
+    admits: Admits | None = None
+    warm: bool = False
+
+    def __call__(self, jitted: Any) -> KernelLauncher:
+        """Wrap a jitted kernel; raises ValueError where the declaration does not fit it."""
+        names = inspect.signature(jitted.fn).parameters
+        declared = {*self.outputs, *self.inout, *self.data, *self.dynamic}
+        wrong = sorted(name for name in declared if name not in names)
+        wrong += sorted(name for name in self.neutral if name not in names and name not in _LAUNCH_OPTIONS)
+        if wrong:
+            raise ValueError(f"{jitted.fn.__name__}: {', '.join(wrong)} declared, but the kernel has no such argument")
+        specialised = [one.name for one in getattr(jitted, "params", ()) if not one.do_not_specialize]
+        clash = sorted(set(self.dynamic) & set(specialised))
+        if clash:
+            raise ValueError(f"{jitted.fn.__name__}: add {', '.join(clash)} to do_not_specialize of @triton.jit")
+        return KernelLauncher(jitted, self)
+
+
+class KernelLauncher:
+    """A jitted kernel that launches as it always did, ``kernel[grid](...)``, with options chosen for it."""
+
+    def __init__(self, jitted: Any, declaration: TunableKernel) -> None:
+        functools.update_wrapper(self, jitted.fn)  # type: ignore[arg-type]  # it takes any object with attributes
+        self.fn = jitted
+        self.declaration = declaration
+        self._tuned = frozenset(declaration.neutral) - _LAUNCH_OPTIONS
+        self._explicit = frozenset(declaration.neutral) | _LAUNCH_OPTIONS
+        self._signature = generate(
+            jitted.fn,
+            tuned=self._tuned,
+            dynamic=declaration.dynamic,
+            device=(*declaration.outputs, *declaration.inout)[0],
+        )
+        self._settled: dict[tuple[Any, ...], Mapping[str, int]] = {}
+        self._interpreted = compiler.interpreted(jitted)
+        _kernels[self.__name__] = self
+
+    def __getattr__(self, name: str) -> Any:
+        """Give everything else of the jitted function, e.g. ``arg_names`` or ``cache_key``."""
+        if name == "fn":
+            raise AttributeError(name)  # not set yet: a copy or an unpickled object
+        return getattr(self.fn, name)
+
+    @property
+    def src(self) -> str:
+        """The kernel's source text."""
+        return inspect.getsource(self.fn.fn)
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        """Return the launcher for ``grid``: a tuple, or a function of all arguments and chosen parameters by name.
+
+        It takes the kernel's arguments without the tuned ones. A tuned parameter or a launch option passed explicitly
+        wins, and that launch is not tuned.
+        """
+        return functools.partial(self._launch, grid)
+
+    def candidates(self, sizes: Mapping[str, Any], identity: DeviceIdentity) -> tuple[Candidate, ...]:
+        """Return the launches for these scalar arguments, the fixed one first."""
+        declaration = self.declaration
+        return derive(declaration.fixed(sizes, identity), declaration.neutral, sizes, declaration.admits)
+
+    def _launch(self, grid: Any, *args: Any, **kwargs: Any) -> None:
+        policy = launch_policy()
+        if policy.mode == "off" or not self._explicit.isdisjoint(kwargs):
+            return self._run_fixed(grid, args, kwargs)
+        options = self._settled.get(self._signature.key(policy.mode, policy.phase, *args, **kwargs))
+        if options is None:
+            options = self._choose(policy, grid, args, kwargs)
+        return self._run(grid, args, {**kwargs, **options})
+
+    def _run_fixed(self, grid: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        given = {name: value for name, value in kwargs.items() if name not in self._explicit}
+        sizes = self._signature.sizes(*args, **given)
+        index = (args[0] if args else next(iter(given.values()))).get_device()
+        return self._run(grid, args, {**self.declaration.fixed(sizes, device.identify(index)), **kwargs})
+
+    def _run(self, grid: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if not self._interpreted:
+            self.fn[grid](*args, **kwargs, **compiler.FIXED_OPTIONS)
+            return
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16:
+                raise TypeError(
+                    f"{self.__name__}: Triton's interpreter computes bfloat16 wrongly; pass float32 or float16, or run "
+                    "on a GPU"
+                )
+        # evaluated here: the interpreter hands grid functions its own integers, whose // rounds towards zero
+        found = compiler.launch_grid(grid, dict(zip(self.fn.arg_names, args, strict=False)), kwargs)
+        with _interpreter_lock, compiler.quiet_interpreter():
+            self.fn[found](*args, **kwargs)
+
+    def _choose(
+        self, policy: LaunchPolicy, grid: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Mapping[str, int]:
+        """Ask the autotuner for the options of a signature met for the first time, and remember a settled answer."""
+        signature = self._signature.key(policy.mode, policy.phase, *args, **kwargs)
+        values = self._signature.values(*args, **kwargs)
+        index = signature[2]
+        try:
+            identity = device.identify(index)
+            parts = {**self._static_parts(index), **self._signature.parts(values), "phase": policy.phase}
+        except (RuntimeError, AssertionError, OSError) as error:
+            events.log().warn_once(self.__name__, f"{self.__name__} runs fixed: the device cannot be told ({error})")
+            return self._fixed_somewhere(values)
+        candidates = self.candidates(self._signature.sizes(*args, **kwargs), identity)
+        key = TuningKey.of(self.__name__, {**parts, "kernel.candidates": candidates_digest(candidates)})
+        if _in_child_of_cuda_process or (index >= 0 and torch.cuda.is_current_stream_capturing()):
+            process_autotuner().miss(key)
+            return dict(candidates[0].options)
+        selection = process_autotuner().select(
+            key,
+            candidates,
+            lambda: LaunchTrial(
+                self.fn,
+                grid,
+                self._bound(grid, values),
+                identity=identity,
+                device_index=index,
+                warm=self.declaration.warm,
+            ),
+            mode=policy.mode,
+            provenance=physical_parts(index),
+        )
+        options = dict(selection.winner.options)
+        if selection.settled:
+            self._settled[signature] = options
+        return options
+
+    def _bound(self, grid: Any, values: Mapping[str, Any]) -> BoundLaunch:
+        def run(values: Mapping[str, Any], candidate: Candidate) -> None:
+            self._run(grid, (), {**values, **dict(candidate.options)})
+
+        declaration = self.declaration
+        return BoundLaunch(run, values, declaration.outputs, declaration.inout, declaration.data)
+
+    def _fixed_somewhere(self, values: Mapping[str, Any]) -> Mapping[str, int]:
+        """Return the fixed launch for a card of which nothing is known: a rule may only be slower for it."""
+        unknown = device.DeviceIdentity("cuda", "unknown", "unknown", sm_count=1)
+        return self.declaration.fixed(values, unknown)
+
+    @functools.cache  # noqa: B019  # kernels live as long as the process
+    def _static_parts(self, index: int) -> Mapping[str, Part]:
+        """Return the key parts that do not change from launch to launch."""
+        return {
+            **machine_parts(index, settings.current().scope),
+            **compiler.compiler_parts(device.identify(index).arch),
+            "kernel.source": compiler.source_digest(self.fn),
+        }
+
+
+def pin_autotune(ctx: Any) -> None:
+    """Store the launch policy of this forward in an autograd context, for `pinned_backward`."""
+    ctx.rl_kernel_policy = launch_policy()
+
+
+def pinned_backward(backward: _Backward) -> _Backward:
+    """Run an autograd Function's backward under the policy that its forward saw, whatever the thread or environment.
+
+    Where the context holds none (an operator that never pinned), the policy in force around the backward holds.
+    """
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *gradients: Any) -> Any:
+        policy = getattr(ctx, "rl_kernel_policy", None) or launch_policy()
+        with pinned(LaunchPolicy(policy.mode, "backward")):
+            return backward(ctx, *gradients)
+
+    return run  # type: ignore[return-value]  # the same signature, which wraps() cannot tell
+
+
+def _after_fork_in_child() -> None:
+    """Locks held by other threads of the parent stay held for ever here; its CUDA context is not ours to use."""
+    global _interpreter_lock, _in_child_of_cuda_process  # noqa: PLW0603  # re-made for a new process
+    _interpreter_lock = threading.RLock()
+    _in_child_of_cuda_process = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]  # torch
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

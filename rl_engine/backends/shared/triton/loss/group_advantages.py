@@ -1,0 +1,115 @@
+"""Group-normalised advantages: (r - mean) / max(std, eps), mean and population variance in two passes over a group."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+
+from rl_engine.backends.reference.loss.group_advantages import check_groups
+from rl_engine.backends.shared.triton import operands
+from rl_engine.backends.shared.triton.autotuning import TunableKernel
+from rl_engine.backends.shared.triton.compiler import is_interpreter, unavailable
+from rl_engine.backends.shared.triton.operands import power_of_two
+from rl_engine.backends.shared.triton.primitives.folds import fold_columns, rounded_product
+from rl_engine.backends.spec import implements
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rl_engine.platforms.device import DeviceIdentity
+
+_TILE = 1024  # samples of one fold: contract
+
+
+def _fixed(sizes: Mapping[str, Any], device: DeviceIdentity) -> dict[str, int]:
+    tile = 1 << 18 if is_interpreter(device.arch) else 128
+    return {"GROUPS": max(1, min(power_of_two(sizes["n_groups"]), tile // sizes["TILE"])), "num_warps": 1}
+
+
+@TunableKernel(
+    outputs=("advantage_ptr",),
+    data=("reward_ptr",),
+    dynamic=("n_groups",),
+    fixed=_fixed,
+    neutral={"GROUPS": (1, 8), "num_warps": (1, 4)},  # a group's sums are folds of two values at a time
+    warm=True,
+)
+@triton.jit(do_not_specialize=["n_groups"])
+def _group_advantages_kernel(
+    reward_ptr, boundary_ptr, advantage_ptr, n_groups, samples, eps, TILE: tl.constexpr, GROUPS: tl.constexpr
+):
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    used = group < n_groups
+    if boundary_ptr is None:
+        first = group * samples
+        size = tl.where(used, samples, 0)
+    else:
+        first = tl.load(boundary_ptr + group, mask=used, other=0).to(tl.int64)
+        size = tl.load(boundary_ptr + group + 1, mask=used, other=0).to(tl.int64) - first
+    lane = tl.arange(0, TILE)
+    longest = tl.max(size, 0)
+    count = tl.maximum(size, 1).to(tl.float32)
+    total = tl.zeros((GROUPS,), tl.float32)
+    for start in range(0, longest, TILE):
+        mask = (start + lane)[None, :] < size[:, None]
+        reward = tl.load(reward_ptr + first[:, None] + (start + lane)[None, :], mask=mask, other=0.0).to(tl.float32)
+        total += fold_columns(reward, GROUPS, TILE)
+    mean = total / count
+    squares = tl.zeros((GROUPS,), tl.float32)
+    for start in range(0, longest, TILE):
+        mask = (start + lane)[None, :] < size[:, None]
+        reward = tl.load(reward_ptr + first[:, None] + (start + lane)[None, :], mask=mask, other=0.0).to(tl.float32)
+        centred = tl.where(mask, reward - mean[:, None], 0.0)
+        squares += fold_columns(rounded_product(centred, centred), GROUPS, TILE)
+    divisor = tl.maximum(tl.sqrt(squares / count), eps)
+    for start in range(0, longest, TILE):
+        offset = first[:, None] + (start + lane)[None, :]
+        mask = (start + lane)[None, :] < size[:, None]
+        reward = tl.load(reward_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        tl.store(advantage_ptr + offset, (reward - mean[:, None]) / divisor[:, None], mask=mask)
+
+
+@implements("group_advantages", backend_id="rlkernel.triton.group_advantages", unavailable=unavailable)
+def group_advantages(
+    rewards: torch.Tensor,
+    *,
+    samples_per_prompt: int | None = None,
+    group_boundaries: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """Return each reward minus its group's mean, divided by ``max(std, eps)`` (Shao et al., arXiv:2402.03300, 4.1.1).
+
+    Args:
+        rewards: [samples], bf16, fp16 or fp32; samples of a group are neighbours.
+        samples_per_prompt: size of every group.
+        group_boundaries: [groups + 1], int32 or int64 on rewards' device, ascending from 0 to samples, for groups of
+            different sizes. The values are not checked: that would wait for the device.
+        eps: the smallest divisor; a group whose rewards are all equal gets zeros.
+
+    Returns:
+        [samples], fp32; it carries no gradient.
+
+    Raises:
+        ValueError: not exactly one of the two groupings, it does not fit, different devices, or one Triton does not
+            run on.
+        TypeError: another dtype, or a tensor subclass.
+    """
+    operands.require_tensors("group_advantages", rewards=rewards, group_boundaries=group_boundaries)
+    operands.require_floats("group_advantages", rewards=rewards)
+    check_groups(rewards, samples_per_prompt, group_boundaries)
+    advantages = torch.empty(rewards.shape, dtype=torch.float32, device=rewards.device)
+    if samples_per_prompt is not None:
+        n_groups, samples, tile = rewards.numel() // samples_per_prompt, samples_per_prompt, samples_per_prompt
+    else:
+        assert group_boundaries is not None, "check_groups asks for exactly one"
+        n_groups, samples, tile = group_boundaries.numel() - 1, 0, _TILE
+        group_boundaries = group_boundaries.contiguous()
+    if n_groups and rewards.numel():
+        _group_advantages_kernel[operands.blocks("n_groups", "GROUPS")](
+            rewards.detach().contiguous(), group_boundaries, advantages, n_groups, samples, eps,
+            TILE=min(power_of_two(tile), _TILE),
+        )  # fmt: skip
+    return advantages

@@ -1,0 +1,64 @@
+"""What every operator checks at its door, and how it sees tensors as rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from rl_engine.backends.shared.triton.compiler import unavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def require_tensors(op: str, **tensors: torch.Tensor | None) -> None:
+    """Raise unless all tensors given are plain and lie on one device that Triton runs on here."""
+    first: torch.Tensor | None = None
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if type(tensor) not in _PLAIN:
+            raise TypeError(f"{op}: {name} is a {type(tensor).__name__}; pass a plain tensor (DTensor: .to_local())")
+        if first is None:
+            first = tensor
+            reason = unavailable(tensor.device.type)
+            if reason is not None:
+                raise ValueError(f"{op}: {name} is on {tensor.device}: {reason}")
+        elif tensor.device != first.device:
+            raise ValueError(f"{op}: {name} is on {tensor.device}, the first tensor on {first.device}; use one device")
+
+
+def require_floats(op: str, **tensors: torch.Tensor | None) -> None:
+    """Raise TypeError unless every tensor given is bf16, fp16 or fp32."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.dtype not in FLOATS:
+            raise TypeError(f"{op}: {name} is {tensor.dtype}; pass bfloat16, float16 or float32")
+
+
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """Return x [..., cols] as [rows, cols] with neighbouring columns: a view where its strides allow, else a copy."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
+
+
+def power_of_two(n: int) -> int:
+    """Return the smallest power of two that is at least ``n``."""
+    return 1 << (n - 1).bit_length() if n > 1 else 1
+
+
+def grad_enabled(*tensors: torch.Tensor | None) -> bool:
+    """Return whether autograd has to know of a call on these tensors."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def blocks(rows_name: str, rows_per: str) -> Callable[..., tuple[int]]:
+    """Return the grid of kernels that take ``rows_per`` rows a program, of as many as argument ``rows_name`` says."""
+
+    def grid(meta: dict[str, int]) -> tuple[int]:
+        return (-(-meta[rows_name] // meta[rows_per]),)
+
+    return grid

@@ -1,0 +1,61 @@
+"""How elementwise kernels cut their work: rows of columns, a program a block of one row, whole blocks without a mask.
+
+A contiguous tensor is one row of all its elements. Launch rule and candidates are here once, for every such kernel.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import triton
+import triton.language as tl
+
+from rl_engine.backends.shared.triton.compiler import is_interpreter
+from rl_engine.backends.shared.triton.operands import as_rows, power_of_two
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from rl_engine.platforms.device import DeviceIdentity
+
+# Which thread computes an element changes no sum: there is none.
+NEUTRAL = {"BLOCK": (512, 1024, 2048, 4096), "num_warps": (4, 8)}
+_INTERPRETED_BLOCK = 1 << 18  # an interpreted program costs milliseconds whatever its size
+
+
+@triton.jit
+def block_of_row(n_cols, BLOCK: tl.constexpr):
+    """Return (row, first column, columns of this block inside) of the program; row and column int64."""
+    n_blocks = tl.cdiv(n_cols, BLOCK)
+    row = tl.program_id(0) // n_blocks
+    start = (tl.program_id(0) % n_blocks).to(tl.int64) * BLOCK
+    return row.to(tl.int64), start, n_cols - start
+
+
+def fixed(sizes: Mapping[str, Any], device: DeviceIdentity) -> dict[str, int]:
+    """Return blocks of 2048 elements, and smaller ones where those would leave multiprocessors idle."""
+    columns = sizes["n_cols"]
+    if is_interpreter(device.arch):
+        return {"BLOCK": min(power_of_two(columns), _INTERPRETED_BLOCK), "num_warps": 4}
+    work = columns * sizes["n_rows"]
+    block = next((b for b in (2048, 1024) if work >= 2 * b * device.sm_count), 512)
+    return {"BLOCK": block, "num_warps": 8 if block == 2048 else 4}  # 8 elements a thread
+
+
+def admits(_sizes: Mapping[str, Any], launch: Mapping[str, int]) -> bool:
+    """Let through 4 to 16 elements a thread: fewer waste issue slots, more spill."""
+    return 4 <= launch["BLOCK"] // (32 * launch["num_warps"]) <= 16
+
+
+def grid(meta: Mapping[str, Any]) -> tuple[int]:
+    """Return one program a block."""
+    return (meta["n_rows"] * -(-meta["n_cols"] // meta["BLOCK"]),)
+
+
+def rows_of(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return tensors of one shape as [rows, cols] each: one row where all are contiguous, else by their row strides."""
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return tuple(tensor.view(1, -1) for tensor in tensors)
+    return tuple(as_rows(tensor) for tensor in tensors)

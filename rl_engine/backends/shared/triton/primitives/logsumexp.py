@@ -1,0 +1,46 @@
+"""The log-sum-exp of a row of logits, the one piece of code behind every log-probability, so all have the same bits.
+
+Chunks of `CHUNK` columns from column 0: the exact maximum m and the sum of exp2((z - m) * log2(e)), folded neighbours
+first; chunks merged in ascending order. A chunk that is narrower, or cut off by the end of the row, is padded with
+exact zeros, which change no partial sum, so short rows use narrow tiles. Measured on an H200, one program a row:
+[8192, 128256] bf16 takes 514 us with 4,096 columns (the limit is 489), 536 with fixed lanes folded once, 577 with
+sub-chunks of 256; chunks can also be shared out over programs, lanes cannot.
+"""
+
+import triton
+import triton.language as tl
+
+from rl_engine.backends.shared.triton.primitives.folds import fold_columns, rounded_product
+
+CHUNK = tl.constexpr(4096)  # columns of one fold: contract
+LOG2E = tl.constexpr(1.4426950408889634)
+_LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def finite_or_zero(m):
+    """Return m, or 0 where it is -inf: a row or chunk without a finite logit must not compute inf - inf."""
+    return tl.where(m == -float("inf"), 0.0, m)
+
+
+@triton.jit
+def scaled(z, inverse_temperature, SCALED: tl.constexpr):
+    """Return z times the inverse temperature, rounded; z itself, bit for bit, where the temperature is 1."""
+    return rounded_product(z, tl.full(z.shape, inverse_temperature, tl.float32)) if SCALED else z
+
+
+@triton.jit
+def merge_chunk(m, s, z, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Merge chunk z [ROWS, COLS] into the running maximum and sum of its rows, m and s [ROWS]."""
+    m_chunk = tl.max(z, 1)
+    s_chunk = fold_columns(tl.exp2((z - finite_or_zero(m_chunk)[:, None]) * LOG2E), ROWS, COLS)
+    m_new = tl.maximum(m, m_chunk)
+    base = finite_or_zero(m_new)
+    kept = rounded_product(s_chunk, tl.exp2((m_chunk - base) * LOG2E))
+    return m_new, tl.fma(s, tl.exp2((m - base) * LOG2E), kept)
+
+
+@triton.jit
+def log_sum_exp(m, s):
+    """Return m + ln(s)."""
+    return tl.fma(tl.log2(s), tl.full(s.shape, _LN2, tl.float32), m)
