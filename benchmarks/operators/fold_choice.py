@@ -137,9 +137,7 @@ def _lse_row_kernel(
 
 
 @triton.jit
-def _lse_lanes_kernel(
-    z_ptr, lse_ptr, V: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr
-):
+def _lse_lanes_kernel(z_ptr, lse_ptr, V: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     m = -float("inf")
     s = tl.zeros((CHUNK,), tl.float32)
