@@ -10,13 +10,15 @@ OUT ?= artifacts/demo
 
 ifeq ($(VENV),off)
 RUN := python3
+LINT_IMPORTS := lint-imports
 READY :=
 else
 RUN := $(VENV)/bin/python
+LINT_IMPORTS := $(VENV)/bin/lint-imports
 READY := $(VENV)/.ready
 endif
 
-.PHONY: demo test check test-core test-offline test-interpreted test-gpu format clean
+.PHONY: demo test check lint-imports test-core test-offline test-interpreted test-gpu format clean
 
 demo: $(READY)
 	$(RUN) -m benchmarks.training.grpo --demo --out $(OUT)
@@ -27,8 +29,11 @@ check: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
-	$(RUN) -c "import sys; from importlinter.cli import lint_imports_command; sys.exit(lint_imports_command())"
+	$(LINT_IMPORTS)
 	$(RUN) -m codespell_lib .
+
+lint-imports: $(READY)
+	$(LINT_IMPORTS)
 
 test-core: $(READY)  ## the tuner, the registry, the command line, the main job: no Triton kernel runs here
 	rm -f .coverage .coverage.*

@@ -1,0 +1,111 @@
+"""A decoder-only transformer over the library's operators, written so that equal inputs give equal bits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from benchmarks.training.task import VOCABULARY
+
+if TYPE_CHECKING:
+    from benchmarks.training.operators import Operators
+    from benchmarks.training.presets import ModelShape
+
+
+def _matrix(rows: int, cols: int, random: torch.Generator, scale: float = 1.0) -> nn.Parameter:
+    # drawn on the CPU, so that every device starts from the same weights
+    return nn.Parameter(torch.randn(rows, cols, generator=random) * (scale * cols**-0.5))
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return nn.functional.linear(x, weight.to(x.dtype))
+
+
+class Attention(nn.Module):
+    """Causal self-attention as plain products and an fp32 softmax: SDPA's flash backward is not deterministic."""
+
+    def __init__(self, shape: ModelShape, random: torch.Generator) -> None:
+        super().__init__()
+        self.heads = shape.heads
+        self.query_key_value = _matrix(3 * shape.width, shape.width, random)
+        self.output = _matrix(shape.width, shape.width, random, scale=(2 * shape.layers) ** -0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Mix x [batch, length, width] along the length; position i sees 0 to i."""
+        batch, length, width = x.shape
+        heads = _linear(x, self.query_key_value).view(batch, length, 3, self.heads, width // self.heads)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [batch, heads, length, head]
+        scores = (query @ key.mT).float() * (width // self.heads) ** -0.5
+        future = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
+        weights = scores.masked_fill(future, float("-inf")).softmax(-1).to(x.dtype)
+        return _linear((weights @ value).transpose(1, 2).reshape(x.shape), self.output)
+
+
+class Block(nn.Module):
+    """Attention, then a SwiGLU MLP, each on a normed copy of the stream and added back to it."""
+
+    def __init__(self, shape: ModelShape, operators: Operators, random: torch.Generator) -> None:
+        super().__init__()
+        self.operators = operators
+        self.attention_norm = nn.Parameter(torch.ones(shape.width))
+        self.attention = Attention(shape, random)
+        self.mlp_norm = nn.Parameter(torch.ones(shape.width))
+        self.gate = _matrix(shape.hidden, shape.width, random)
+        self.up = _matrix(shape.hidden, shape.width, random)
+        self.down = _matrix(shape.width, shape.hidden, random, scale=(2 * shape.layers) ** -0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the stream after this block, x's shape [batch, length, width] and dtype."""
+        x = x + self.attention(self.operators.rms_norm(x, self.attention_norm))
+        normed = self.operators.rms_norm(x, self.mlp_norm)
+        return x + _linear(self.operators.swiglu(_linear(normed, self.gate), _linear(normed, self.up)), self.down)
+
+
+class Transformer(nn.Module):
+    """fp32 master weights; the blocks compute in ``compute_dtype``, the head in fp32, as its 13 columns cost nothing.
+
+    Args:
+        shape: sizes.
+        context: the longest sequence.
+        operators: norms, activation and log-probabilities.
+        compute_dtype: of the residual stream.
+        random: a CPU generator that the weights are drawn from.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        *,
+        context: int,
+        operators: Operators,
+        compute_dtype: torch.dtype,
+        random: torch.Generator,
+    ) -> None:
+        super().__init__()
+        self.operators = operators
+        self.compute_dtype = compute_dtype
+        self.embedding = _matrix(len(VOCABULARY), shape.width, random)
+        self.positions = _matrix(context, shape.width, random)
+        self.blocks = nn.ModuleList(Block(shape, operators, random) for _ in range(shape.layers))
+        self.norm = nn.Parameter(torch.ones(shape.width))
+        self.head = _matrix(len(VOCABULARY), shape.width, random)
+
+    def forward(self, tokens: torch.Tensor, *, first: int = 0) -> torch.Tensor:
+        """Return the logits at the positions from ``first`` on: [batch, length - first, vocabulary], fp32.
+
+        tokens: [batch, length], int64; the logits at position i are those of token i + 1.
+        """
+        ids = torch.arange(len(VOCABULARY), device=tokens.device)
+        one_hot = (tokens.unsqueeze(-1) == ids).float()  # a product's backward is ordered; a scatter's need not be
+        x = (one_hot @ self.embedding + self.positions[: tokens.shape[1]]).to(self.compute_dtype)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.linear(self.operators.rms_norm(x[:, first:], self.norm).float(), self.head)
+
+    def answer_logps(self, tokens: torch.Tensor, prompt_length: int) -> torch.Tensor:
+        """Return the log-probabilities of the tokens after the prompt: [batch, length - prompt_length], fp32."""
+        logits = self(tokens[:, :-1], first=prompt_length - 1)
+        logps: torch.Tensor = self.operators.logp(logits, tokens[:, prompt_length:])
+        return logps
