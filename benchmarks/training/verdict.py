@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from benchmarks.training.history import RunRecord
 
-Runs = Mapping[str, "RunRecord"]  # by label: off, off again, on, replay
+Runs = Mapping[str, "RunRecord"]  # by label: off, on, replay, off again
 
 
 def faults(runs: Runs) -> tuple[str, ...]:
     """Return why the comparison fails; empty where tuning kept every bit and the replay measured nothing.
 
-    runs: the records of ``off``, ``off again``, ``on`` and ``replay``.
+    runs: the records of ``off``, ``on``, ``replay`` and ``off again``.
     """
     unrepeatable = difference(runs, "off", "off again")
     if unrepeatable:

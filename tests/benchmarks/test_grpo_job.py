@@ -205,7 +205,7 @@ def record(source: str = "", **changes: object) -> RunRecord:
 
 
 def runs(**changes: RunRecord) -> dict[str, RunRecord]:
-    good = {"off": record(), "off_again": record(), "on": record("tuned"), "replay": record("disk")}
+    good = {"off": record(), "on": record("tuned"), "replay": record("disk"), "off_again": record()}
     return {label.replace("_", " "): run for label, run in {**good, **changes}.items()}
 
 
@@ -251,9 +251,9 @@ class TestVerdict:
 
     def test_the_table_has_a_row_a_mode(self):
         rows = table([ModeSummary.of(label, run) for label, run in runs().items()]).splitlines()
-        assert [row.split("  ")[0] for row in rows] == ["tuning", "off", "off again", "on", "replay"]
+        assert [row.split("  ")[0] for row in rows] == ["tuning", "off", "on", "replay", "off again"]
         assert "10.0 to 10.0" in rows[1]
-        assert "disk 1" in rows[4]
+        assert "disk 1" in rows[3]
 
     def test_the_final_reward_is_the_mean_of_the_last_ten_steps(self):
         history = [step(number, reward=0.0) for number in range(5)] + [step(number, reward=1.0) for number in range(9)]

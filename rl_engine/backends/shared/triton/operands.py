@@ -50,6 +50,11 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length() if n > 1 else 1
 
 
+def rows_a_program(n_rows: int, most: int, sm_count: int) -> int:
+    """Return how many rows, a power of two, a program takes: ``most``, or fewer where multiprocessors would idle."""
+    return max(1, min(most, power_of_two(-(-n_rows // sm_count))))
+
+
 def grad_enabled(*tensors: torch.Tensor | None) -> bool:
     """Return whether autograd has to know of a call on these tensors."""
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)

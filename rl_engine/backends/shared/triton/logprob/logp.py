@@ -27,9 +27,10 @@ _INTERPRETED_TILE = 1 << 18  # an interpreted program costs milliseconds whateve
 
 def _fixed_rows(sizes: Mapping[str, Any], device: DeviceIdentity) -> dict[str, int]:
     """Return one chunk of one row at a time with 4 warps, or as many short rows as make up a chunk."""
-    columns = sizes["COLS"]
-    tile = _INTERPRETED_TILE if is_interpreter(device.arch) else CHUNK.value
-    return {"ROWS": max(1, min(power_of_two(sizes["n_rows"]), tile // columns)), "num_warps": 4}
+    if is_interpreter(device.arch):
+        return {"ROWS": operands.rows_a_program(sizes["n_rows"], _INTERPRETED_TILE // sizes["COLS"], 1), "num_warps": 4}
+    most = CHUNK.value // sizes["COLS"]
+    return {"ROWS": operands.rows_a_program(sizes["n_rows"], most, device.sm_count), "num_warps": 4}
 
 
 def _admits_rows(sizes: Mapping[str, Any], launch: Mapping[str, int]) -> bool:
@@ -39,14 +40,15 @@ def _admits_rows(sizes: Mapping[str, Any], launch: Mapping[str, int]) -> bool:
 
 def _fixed_blocks(sizes: Mapping[str, Any], device: DeviceIdentity) -> dict[str, int]:
     block = min(power_of_two(sizes["n_cols"]), 2048)
-    tile = _INTERPRETED_TILE if is_interpreter(device.arch) else 2048
-    return {"ROWS": max(1, min(power_of_two(sizes["n_rows"]), tile // block)), "BLOCK": block, "num_warps": 4}
+    most, programs = (_INTERPRETED_TILE, 1) if is_interpreter(device.arch) else (2048, device.sm_count)
+    return {"ROWS": operands.rows_a_program(sizes["n_rows"], most // block, programs), "BLOCK": block, "num_warps": 4}
 
 
 def _admits_blocks(sizes: Mapping[str, Any], launch: Mapping[str, int]) -> bool:
-    """Let through 4 to 32 elements a thread, in blocks not wider than the row."""
+    """Let through 4 to 32 elements a thread, in blocks as wide as a short row or of at least 1024 columns."""
     per_thread = launch["ROWS"] * launch["BLOCK"] // (32 * launch["num_warps"])
-    return launch["BLOCK"] <= power_of_two(sizes["n_cols"]) and 4 <= per_thread <= 32
+    width = power_of_two(sizes["n_cols"])
+    return min(width, 1024) <= launch["BLOCK"] <= width and 4 <= per_thread <= 32
 
 
 @TunableKernel(
@@ -88,7 +90,8 @@ def _logp_fwd_kernel(
     data=("z_ptr", "dlogp_ptr"),
     dynamic=("n_rows",),
     fixed=_fixed_blocks,
-    neutral={"ROWS": (1, 4, 16, 64), "BLOCK": (1024, 2048, 4096), "num_warps": (4, 8)},  # no sum at all
+    # no sum at all
+    neutral={"ROWS": (1, 4, 16, 64), "BLOCK": (16, 64, 256, 1024, 2048, 4096), "num_warps": (4, 8)},
     admits=_admits_blocks,
 )
 @triton.jit(do_not_specialize=["n_rows"])

@@ -25,8 +25,9 @@ _TILE = 1024  # samples of one fold: contract
 
 
 def _fixed(sizes: Mapping[str, Any], device: DeviceIdentity) -> dict[str, int]:
-    tile = 1 << 18 if is_interpreter(device.arch) else 128
-    return {"GROUPS": max(1, min(power_of_two(sizes["n_groups"]), tile // sizes["TILE"])), "num_warps": 1}
+    most, programs = (1 << 18, 1) if is_interpreter(device.arch) else (128, device.sm_count)
+    groups = operands.rows_a_program(sizes["n_groups"], most // sizes["TILE"], programs)
+    return {"GROUPS": groups, "num_warps": 1 if sizes["TILE"] <= 128 else 4}
 
 
 @TunableKernel(
@@ -34,7 +35,7 @@ def _fixed(sizes: Mapping[str, Any], device: DeviceIdentity) -> dict[str, int]:
     data=("reward_ptr",),
     dynamic=("n_groups",),
     fixed=_fixed,
-    neutral={"GROUPS": (1, 8), "num_warps": (1, 4)},  # a group's sums are folds of two values at a time
+    neutral={"GROUPS": (1, 2, 4, 8), "num_warps": (1, 4)},  # a group's sums are folds of two values at a time
     warm=True,
 )
 @triton.jit(do_not_specialize=["n_groups"])
@@ -64,7 +65,8 @@ def _group_advantages_kernel(
         reward = tl.load(reward_ptr + first[:, None] + (start + lane)[None, :], mask=mask, other=0.0).to(tl.float32)
         centred = tl.where(mask, reward - mean[:, None], 0.0)
         squares += fold_columns(rounded_product(centred, centred), GROUPS, TILE)
-    divisor = tl.maximum(tl.sqrt(squares / count), eps)
+    # NaN, from an infinite reward, must reach every advantage of its group: a plain maximum would take eps
+    divisor = tl.maximum(tl.sqrt(squares / count), eps, propagate_nan=tl.PropagateNan.ALL)
     for start in range(0, longest, TILE):
         offset = first[:, None] + (start + lane)[None, :]
         mask = (start + lane)[None, :] < size[:, None]

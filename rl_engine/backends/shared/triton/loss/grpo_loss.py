@@ -31,8 +31,8 @@ _KL = {"k1": 1, "k2": 2, "k3": 3}
 
 
 def _fixed(sizes: Mapping[str, Any], device: DeviceIdentity) -> dict[str, int]:
-    tile = 1 << 18 if is_interpreter(device.arch) else 1024
-    return {"SEQS": max(1, min(power_of_two(sizes["n_seqs"]), tile // sizes["TILE"])), "num_warps": 4}
+    most, programs = (1 << 18, 1) if is_interpreter(device.arch) else (1024, device.sm_count)
+    return {"SEQS": operands.rows_a_program(sizes["n_seqs"], most // sizes["TILE"], programs), "num_warps": 4}
 
 
 def _admits(sizes: Mapping[str, Any], launch: Mapping[str, int]) -> bool:
@@ -40,8 +40,8 @@ def _admits(sizes: Mapping[str, Any], launch: Mapping[str, int]) -> bool:
     return 1 <= launch["SEQS"] * sizes["TILE"] // (32 * launch["num_warps"]) <= 16
 
 
-def _fixed_finish(_sizes: Mapping[str, Any], _device: DeviceIdentity) -> dict[str, int]:
-    return {"num_warps": 4}
+def _fixed_finish(sizes: Mapping[str, Any], _device: DeviceIdentity) -> dict[str, int]:
+    return {"num_warps": max(1, min(8, sizes["TILE"] // 128))}
 
 
 @triton.jit
@@ -75,7 +75,7 @@ def _kl_and_slope(d, KL: tl.constexpr):
     data=("logp_ptr", "old_ptr", "ref_ptr", "advantage_ptr"),
     dynamic=("n_seqs", "n_tokens", "logp_stride", "old_stride", "ref_stride", "mask_stride"),
     fixed=_fixed,
-    neutral={"SEQS": (1, 4, 16), "num_warps": (4, 8)},  # a sequence's sums are folds of two values at a time
+    neutral={"SEQS": (1, 4, 16, 64, 256), "num_warps": (4, 8)},  # a sequence's sums are folds of two values at a time
     admits=_admits,
 )
 @triton.jit(do_not_specialize=["n_seqs", "n_tokens", "logp_stride", "old_stride", "ref_stride", "mask_stride"])
@@ -169,7 +169,7 @@ def _grpo_finish_kernel(
     data=("slope_ptr", "weight_ptr", "dloss_ptr"),
     dynamic=("n_seqs", "n_tokens"),
     fixed=_fixed,
-    neutral={"SEQS": (1, 4, 16), "num_warps": (4, 8)},  # no sum at all
+    neutral={"SEQS": (1, 4, 16, 64, 256), "num_warps": (4, 8)},  # no sum at all
     admits=_admits,
 )
 @triton.jit(do_not_specialize=["n_seqs", "n_tokens"])

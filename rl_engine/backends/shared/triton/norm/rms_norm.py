@@ -37,9 +37,8 @@ def _fixed_rows(sizes: Mapping[str, Any], device: DeviceIdentity) -> dict[str, i
     """Return about 2048 elements a program, whole rows, and fewer rows where multiprocessors would stay idle."""
     tile = sizes["TILE"]
     if is_interpreter(device.arch):
-        return {"ROWS": min(power_of_two(sizes["n_rows"]), _INTERPRETED_TILE // tile), "num_warps": 4}
-    share = power_of_two(-(-sizes["n_rows"] // device.sm_count))
-    rows = max(1, min(2048 // tile, share))
+        return {"ROWS": operands.rows_a_program(sizes["n_rows"], _INTERPRETED_TILE // tile, 1), "num_warps": 4}
+    rows = operands.rows_a_program(sizes["n_rows"], 2048 // tile, device.sm_count)
     return {"ROWS": rows, "num_warps": 8 if rows * tile >= 4096 else 4}
 
 
@@ -62,7 +61,7 @@ def _admits_leaves(_sizes: Mapping[str, Any], launch: Mapping[str, int]) -> bool
 
 
 def _fixed_fold(sizes: Mapping[str, Any], _device: DeviceIdentity) -> dict[str, int]:
-    return {"BLOCK": min(power_of_two(sizes["n_cols"]), 64), "num_warps": 4}
+    return {"BLOCK": min(power_of_two(sizes["n_cols"]), 32), "num_warps": 8 if sizes["LEAVES"] == _LEAVES else 4}
 
 
 @TunableKernel(
