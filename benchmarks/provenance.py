@@ -1,0 +1,46 @@
+"""Where a report's numbers come from: the machine, the software, and a digest of the sources that were run."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import platform
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rl_engine.platforms.device import identify
+from rl_engine.platforms.tuning.identity import machine_parts
+
+ROOT = Path(__file__).resolve().parents[1]
+MEASURED = ("rl_engine", "benchmarks")  # packages whose source a measurement depends on
+_PACKAGES = ("torch", "triton", "filelock", "numpy", "matplotlib")
+
+
+def sources_digest(root: Path = ROOT) -> str:
+    """Return the SHA-256 over the path and text of every Python file of `MEASURED`, in the order of their paths."""
+    digest = hashlib.sha256()
+    for path in sorted(path for package in MEASURED for path in (root / package).rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def environment(index: int, command: str) -> dict[str, Any]:
+    """Return what a reader needs to repeat a measurement on accelerator ``index`` (-1: the CPU)."""
+    identity = asdict(identify(index))
+    return {
+        "command": command,
+        "sources_sha256": sources_digest(),
+        "device": {name: identity[name] for name in ("kind", "name", "arch", "sm_count", "memory_bytes", "l2_bytes")},
+        "driver": machine_parts(index, "model")["runtime.driver"],
+        "toolkit": machine_parts(index, "model")["runtime.toolkit"],
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
