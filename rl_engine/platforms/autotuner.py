@@ -170,11 +170,6 @@ class PersistentAutotuner:
                     self._book.postponed.pop(key.digest, None)
         return selection
 
-    def recall(self, key: TuningKey, *, mode: AutotuneMode = "on") -> Candidate | None:
-        """Return the launch this process already settled on for ``key``; touches nothing else."""
-        known = self._book.selections.get((key, mode))
-        return None if known is None else known.winner
-
     def miss(self, key: TuningKey) -> None:
         """Remember that ``key`` was met where nothing may be measured (a capture)."""
         with self._lock:
