@@ -13,6 +13,10 @@ class StoreUnusableError(OSError):
     """A cache folder cannot be used: not ours, writable by others, or the file system refuses."""
 
 
+class LocksUnusableError(StoreUnusableError):
+    """Locks do not work in a cache folder, so this process must leave it alone."""
+
+
 class InvalidRecordError(ValueError):
     """A tuning record is not one that this process may launch from; the message says why."""
 

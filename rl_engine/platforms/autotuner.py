@@ -121,6 +121,7 @@ class PersistentAutotuner:
         log: EventLog | None = None,
     ) -> None:
         self._own = own
+        self._fallback = MemoryStore()
         self._packs = packs
         self._budget_s = budget_s
         self._clock = clock
@@ -310,19 +311,18 @@ class PersistentAutotuner:
         return Selection(request.fixed, "fixed", reason, settled=False)
 
     def _guarded(self, act: Callable[[Store], _Result]) -> _Result:
-        """Act on the own store; where it cannot be used, warn once, go on in memory and act on that."""
+        """Act on the own store; where that fails, warn once and act in memory. The next time may go well again."""
         try:
             return act(self._own)
         except StoreUnusableError as error:
-            self._log.warn_once("", f"autotune cache not used: {error}")
-            self._own = MemoryStore()
-            return act(self._own)
+            self._log.warn_once("", f"autotune cache not used: {error}", topic="own cache")
+            return act(self._fallback)
 
     def _from_pack(self, pack: PackStore, digest: str) -> str | None:
         try:
             return pack.load(digest)
         except StoreUnusableError as error:
-            self._log.warn_once("", f"shared autotune records not used: {error}")
+            self._log.warn_once("", f"shared autotune records not used: {error}", topic=f"pack {pack.folder}")
             return None
 
     def _emit(self, kind: EventKind, key: TuningKey, *, winner: str = "", reason: str = "", seconds: float = 0) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from rl_engine.errors import StoreUnusableError
-from rl_engine.platforms.tuning.store import FileStore, PackStore, _require_ours, _require_trusted
+from rl_engine.platforms.tuning.store import FileStore, PackStore
+from rl_engine.platforms.tuning.trust import _require_ours, require_trusted
 from tests.support.processes import run
 
 DIGEST = "ab" * 32
@@ -163,7 +164,7 @@ def test_a_path_that_changes_while_it_is_walked_is_unusable(tmp_path: Path) -> N
     (tmp_path / "circle").symlink_to("circle")
     for path, reason in ((tmp_path / "gone", "No such file"), (tmp_path / "circle", "too many symbolic links")):
         with pytest.raises(StoreUnusableError, match=reason):
-            _require_trusted(path)
+            require_trusted(path)
 
 
 def test_a_file_where_a_folder_should_be_is_unusable(tmp_path: Path) -> None:

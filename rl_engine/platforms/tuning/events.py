@@ -61,12 +61,12 @@ class EventLog:
         for listener in listeners:
             listener(event)
 
-    def warn_once(self, kernel: str, reason: str) -> None:
-        """Log ``reason`` as a warning and record it, the first time this process meets it."""
+    def warn_once(self, kernel: str, reason: str, *, topic: str | None = None) -> None:
+        """Log ``reason`` as a warning and record it, the first time this process meets it, or ``topic`` if given."""
         with self._lock:
-            if reason in self._warned:
+            if (topic or reason) in self._warned:
                 return
-            self._warned.add(reason)
+            self._warned.add(topic or reason)
         logger.warning("%s", reason)
         self.emit(TuningEvent("warning", kernel, reason=reason))
 

@@ -6,7 +6,10 @@ import functools
 import hashlib
 import json
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 Part: TypeAlias = str | int | bool | None
 BUCKET = "bucket."  # parts under this prefix change from step to step; `static_digest` leaves them out
@@ -62,6 +65,11 @@ class TuningKey:
     def static_digest(self) -> str:
         """The same without the bucketed parts: what one training run should hold few of."""
         return _digest(self.kernel, tuple(part for part in self.parts if not part[0].startswith(BUCKET)))
+
+    def agrees_with(self, parts: Mapping[str, Part]) -> bool:
+        """Return whether every one of ``parts`` that this key has too is the same here."""
+        ours = dict(self.parts)
+        return all(_same(ours[name], value) for name, value in parts.items() if name in ours)
 
     def differs_from(self, other: TuningKey) -> tuple[tuple[str, Part, Part], ...]:
         """Return (name, ours, theirs) for every part that differs; a part one side lacks is None there."""

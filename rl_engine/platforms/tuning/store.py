@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import secrets
 import stat
 import threading
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
-import filelock
-
-from rl_engine.errors import StoreUnusableError
+from rl_engine.errors import InvalidRecordError, LocksUnusableError, StoreUnusableError
+from rl_engine.platforms.tuning.locks import try_acquire
+from rl_engine.platforms.tuning.record import TuningRecord
+from rl_engine.platforms.tuning.trust import REMEDY, require_trusted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
     from pathlib import Path
 
+    import filelock
+
 MAX_BYTES = 1 << 20  # a record of 64 candidates takes about 40 KiB
-_MAX_LINKS = 40  # what Linux follows
 _RECORD, _LOCK, _QUARANTINE = ".json", ".lock", ".quarantined"
-# where a file system has no locks, filelock 4 would fall back to a marker file that a killed process leaves behind
-_STRICT: dict[str, Any] = (
-    {"fallback_to_soft": False} if "fallback_to_soft" in inspect.signature(filelock.FileLock).parameters else {}
-)
+_ABANDONED_S = 3600.0  # a temporary file this old was left by a process that was killed
 
 
 class Store(Protocol):
@@ -99,12 +98,20 @@ class PackStore:
         """Return the record's text, or None. Raises StoreUnusableError where others may write to the folder."""
         if _stat(self.folder) is None:
             return None
-        _require_trusted(self.folder)
+        require_trusted(self.folder)
         return _read(self.folder / (digest + _RECORD))
 
     def digests(self) -> tuple[str, ...]:
         """Return the digests of the records there are, sorted."""
         return _digests(self.folder)
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """A record that `FileStore.prune` removed, and why."""
+
+    digest: str
+    reason: str
 
 
 class FileStore:
@@ -116,6 +123,7 @@ class FileStore:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.absolute()
+        self._unusable = ""  # why this process leaves the folder alone from now on
         self._held: set[str] = set()
         self._guard = threading.Lock()
 
@@ -137,17 +145,16 @@ class FileStore:
             if digest in self._held:
                 return None
             self._held.add(digest)
-        lock = filelock.FileLock(self.folder / (digest + _LOCK), timeout=0, mode=0o600, **_STRICT)
+        lock: filelock.BaseFileLock | None = None
         try:
-            lock.acquire()
-        except filelock.Timeout:
-            return None
-        except (OSError, NotImplementedError) as error:  # no locks on this file system, too many open files ...
-            raise StoreUnusableError(f"{self.folder}: cannot lock there ({error})") from error
+            lock = try_acquire(self.folder / (digest + _LOCK))
+        except LocksUnusableError as error:
+            self._unusable = f"{error}; {REMEDY}"
+            raise StoreUnusableError(self._unusable) from error
         finally:
-            if not lock.is_locked:
+            if lock is None:
                 self._held.discard(digest)
-        return self._holding(lock, digest)
+        return None if lock is None else self._holding(lock, digest)
 
     def quarantine(self, digest: str, text: str) -> None:
         """Move the record out of use; where the bad text came from a pack, keep it here so that it is not used."""
@@ -166,6 +173,62 @@ class FileStore:
         """Return the digests of the records there are, sorted."""
         return _digests(self.folder) if self._present() else ()
 
+    def prune(
+        self,
+        *,
+        now_s: float,
+        max_age_s: float | None = None,
+        max_bytes: int | None = None,
+        keep: Callable[[TuningRecord], bool] = lambda _record: True,
+    ) -> tuple[Pruned, ...]:
+        """Remove records that are broken, older than ``max_age_s``, not to ``keep``, or, the oldest first, too many.
+
+        A record whose key is being measured stays, as does one that was replaced since it was judged. Files that a
+        killed writer left behind go too; locks stay.
+
+        Args:
+            now_s: seconds since the epoch.
+            max_age_s: seconds since a record was made.
+            max_bytes: what all records together may take.
+            keep: whether a record is still of use, e.g. that it is of today's compiler and source.
+        """
+        judged: list[tuple[int, str, str | None]] = []
+        found: list[Pruned] = []
+        for digest in self.digests():
+            text = self.load(digest)
+            record, reason = _judge(text, now_s, max_age_s, keep)
+            if reason:
+                found += self._remove(digest, text, reason)
+            elif record is not None:
+                judged.append((record.created_s, digest, text))
+        size = sum(len(text or "") for _created, _digest, text in judged)
+        for _created_s, digest, text in sorted(judged) if max_bytes is not None else ():
+            if max_bytes is None or size <= max_bytes:
+                break
+            size -= len(text or "")
+            found += self._remove(digest, text, "too many bytes")
+        self._sweep(now_s)
+        return tuple(found)
+
+    def _remove(self, digest: str, judged: str | None, reason: str) -> list[Pruned]:
+        lock = self.try_lock(digest)
+        if lock is None:
+            return []
+        with lock:
+            if self.load(digest) != judged:
+                return []
+            try:
+                (self.folder / (digest + _RECORD)).unlink()
+            except OSError:  # gone already, or a folder lies in its place, which is not ours to empty
+                return []
+        return [Pruned(digest, reason)]
+
+    def _sweep(self, now_s: float) -> None:
+        for path in self.folder.glob(".*.tmp"):
+            with contextlib.suppress(OSError):  # its writer was faster, and took it away itself
+                if now_s - path.lstat().st_mtime > _ABANDONED_S:
+                    path.unlink()
+
     @contextlib.contextmanager
     def _holding(self, lock: filelock.BaseFileLock, digest: str) -> Iterator[None]:
         try:
@@ -176,14 +239,16 @@ class FileStore:
 
     def _present(self) -> bool:
         """Say whether the folder is there; raises StoreUnusableError where it is and must not be used."""
+        if self._unusable:
+            raise StoreUnusableError(self._unusable)
         info = _stat(self.folder)
         if info is None:
             return False
-        _require_trusted(self.folder)
+        require_trusted(self.folder)
         if not stat.S_ISDIR(info.st_mode):
-            raise StoreUnusableError(f"{self.folder}: not a folder; {_REMEDY}")
+            raise StoreUnusableError(f"{self.folder}: not a folder; {REMEDY}")
         if info.st_uid != os.geteuid() or stat.S_IMODE(info.st_mode) & 0o077:
-            raise StoreUnusableError(f"{self.folder}: not ours alone; chmod 700 it, or {_REMEDY}")
+            raise StoreUnusableError(f"{self.folder}: not ours alone; chmod 700 it, or {REMEDY}")
         return True
 
     def _make(self) -> None:
@@ -192,16 +257,16 @@ class FileStore:
             return
         try:
             there = next(path for path in self.folder.parents if path.exists())
-            _require_trusted(there)
+            require_trusted(there)
             for name in self.folder.relative_to(there).parts:
                 there /= name
                 with contextlib.suppress(FileExistsError):  # another process was faster; judged below
                     there.mkdir(mode=0o700)  # one by one: mkdir(parents=True) gives parents the umask's mode
                     there.chmod(0o700)  # whatever the umask took away
         except OSError as error:
-            raise StoreUnusableError(f"{self.folder}: cannot make it ({error}); {_REMEDY}") from error
+            raise StoreUnusableError(f"{self.folder}: cannot make it ({error}); {REMEDY}") from error
         if not self._present():  # a symbolic link that leads nowhere
-            raise StoreUnusableError(f"{self.folder}: cannot make it; {_REMEDY}")
+            raise StoreUnusableError(f"{self.folder}: cannot make it; {REMEDY}")
 
     def _replace(self, name: str, text: str) -> None:
         temporary = self.folder / f".{name}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
@@ -215,13 +280,23 @@ class FileStore:
             temporary.replace(self.folder / name)
             _sync(self.folder)
         except OSError as error:
-            raise StoreUnusableError(f"{self.folder}: cannot write there ({error}); {_REMEDY}") from error
+            raise StoreUnusableError(f"{self.folder}: cannot write there ({error}); {REMEDY}") from error
         finally:
             with contextlib.suppress(OSError):  # gone already, unless something failed
                 temporary.unlink()
 
 
-_REMEDY = "set RL_KERNEL_AUTOTUNE_CACHE_DIR to a folder of your own; selections stay in memory until then"
+def _judge(
+    text: str | None, now_s: float, max_age_s: float | None, keep: Callable[[TuningRecord], bool]
+) -> tuple[TuningRecord | None, str]:
+    """Return a record and no reason, or the reason to remove it."""
+    try:
+        record = TuningRecord.from_json(text or "")
+    except InvalidRecordError as error:
+        return None, f"broken: {error}"
+    if max_age_s is not None and now_s - record.created_s > max_age_s:
+        return None, "too old"
+    return (record, "") if keep(record) else (None, "stale")
 
 
 def _stat(folder: Path) -> os.stat_result | None:
@@ -231,7 +306,7 @@ def _stat(folder: Path) -> os.stat_result | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise StoreUnusableError(f"{folder}: {error.strerror}; {_REMEDY}") from error
+        raise StoreUnusableError(f"{folder}: {error.strerror}; {REMEDY}") from error
 
 
 def _sync(folder: Path) -> None:
@@ -264,43 +339,3 @@ def _read(path: Path) -> str | None:
 
 def _digests(folder: Path) -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in folder.glob("*" + _RECORD)))
-
-
-def _require_trusted(path: Path) -> None:
-    """Raise StoreUnusableError unless only root and we can change what ``path`` leads to.
-
-    Walks the path as the kernel does, through every symbolic link. A directory that others may write to is accepted
-    where its sticky bit keeps them from replacing what is ours (``/tmp``).
-    """
-    names, walked, links = list(path.parts[1:]), type(path)(path.anchor), 0
-    try:
-        _require_ours(walked, os.lstat(walked))
-        while names:
-            name = names.pop(0)
-            if name == "..":
-                walked = walked.parent
-                continue
-            step = walked / name
-            info = os.lstat(step)
-            _require_ours(step, info)
-            if stat.S_ISLNK(info.st_mode):
-                links += 1
-                if links > _MAX_LINKS:
-                    raise StoreUnusableError(f"{path}: too many symbolic links; {_REMEDY}")
-                target = step.parent / step.readlink()
-                walked = type(path)(target.anchor)
-                names = list(target.parts[1:]) + names
-            else:
-                walked = step
-    except StoreUnusableError:
-        raise
-    except OSError as error:
-        raise StoreUnusableError(f"{path}: {error.strerror}; {_REMEDY}") from error
-
-
-def _require_ours(path: Path, info: os.stat_result) -> None:
-    if info.st_uid not in (0, os.geteuid()):
-        raise StoreUnusableError(f"{path}: belongs to another user (uid {info.st_uid}); {_REMEDY}")
-    loose = info.st_mode & 0o022 and not info.st_mode & stat.S_ISVTX and not stat.S_ISLNK(info.st_mode)
-    if loose:
-        raise StoreUnusableError(f"{path}: others may write there; chmod go-w it, or {_REMEDY}")
