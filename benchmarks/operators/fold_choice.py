@@ -23,7 +23,7 @@ import triton.language as tl
 
 from rl_engine.backends.shared.triton.operands import power_of_two
 from rl_engine.backends.shared.triton.primitives.folds import fold_columns, rounded_product
-from rl_engine.backends.shared.triton.primitives.logsumexp import LOG2E, log_sum_exp, merge_chunk
+from rl_engine.backends.shared.triton.primitives.logsumexp import LOG2E, merge_chunk
 from rl_engine.platforms.tuning.timer import GraphTimer
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def _lse_chunk_kernel(z_ptr, lse_ptr, n_cols, COLS: tl.constexpr):
     for start in range(0, n_cols, COLS):
         z = tl.load(z_ptr + row * n_cols + start + lane, mask=start + lane < n_cols, other=-float("inf"))
         m, s = merge_chunk(m, s, tl.reshape(z.to(tl.float32), (1, COLS)), 1, COLS)
-    tl.store(lse_ptr + row + tl.arange(0, 1), log_sum_exp(m, s))
+    tl.store(lse_ptr + row + tl.arange(0, 1), m + tl.log(s))
 
 
 @triton.jit
@@ -104,7 +104,7 @@ def _lse_lanes_kernel(z_ptr, lse_ptr, n_cols, COLS: tl.constexpr):
         s = tl.fma(s, tl.exp2((m - m_new) * LOG2E), tl.exp2((z - m_new) * LOG2E))
         m = m_new
     total = fold_columns(tl.reshape(s, (1, COLS)), 1, COLS)
-    tl.store(lse_ptr + row + tl.arange(0, 1), log_sum_exp(tl.full((1,), 0.0, tl.float32) + m, total))
+    tl.store(lse_ptr + row + tl.arange(0, 1), m + tl.log(total))
 
 
 def time_rms_norm(rows: int, cols: int) -> Iterator[Timing]:

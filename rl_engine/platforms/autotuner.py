@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import os
 import threading
 import time
 from dataclasses import dataclass, field
@@ -359,6 +360,15 @@ def installed(autotuner: PersistentAutotuner) -> Iterator[None]:
         yield
     finally:
         _process = before
+
+
+def _after_fork_in_child() -> None:
+    """Start anew: a lock that another thread of the parent held would be held for ever here."""
+    global _process, _process_lock  # see process_autotuner
+    _process, _process_lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def report() -> Report:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import Counter, deque
 from dataclasses import dataclass
@@ -93,6 +94,15 @@ class EventLog:
 
 
 _process_log = EventLog()
+
+
+def _after_fork_in_child() -> None:
+    """Start anew: a lock that another thread of the parent held would be held for ever here."""
+    global _process_log  # noqa: PLW0603  # one a process
+    _process_log = EventLog()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def log() -> EventLog:

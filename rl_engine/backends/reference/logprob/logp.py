@@ -42,7 +42,7 @@ def validate_ids(targets: torch.Tensor, vocab: int, ignore_index: int) -> None:
     contract=(
         "logp.v1: chunks of 4096 columns from column 0, each with its exact maximum and its sum of"
         " exp2((z - m) * log2(e)) folded neighbours first, padded with zeros; chunks merged ascending; z is multiplied"
-        " by fp32(1 / temperature) first, and not at all at 1"
+        " by fp32(1 / temperature) first, and not at all at 1; logp = (z - m) - ln(sum)"
     ),
     inputs=_inputs,
     cases=(

@@ -13,7 +13,7 @@ def _inputs(make: InputMaker, groups: int, samples: int) -> Inputs:
 
 
 def check_groups(rewards: torch.Tensor, samples_per_prompt: int | None, group_boundaries: torch.Tensor | None) -> None:
-    """Raise ValueError unless ``rewards`` are 1-D and exactly one way to group them is given and fits."""
+    """Raise unless ``rewards`` are 1-D and exactly one way to group them is given and fits."""
     if rewards.dim() != 1:
         raise ValueError(f"group_advantages: rewards are {list(rewards.shape)}; pass one reward a sample, [samples]")
     if (samples_per_prompt is None) == (group_boundaries is None):
@@ -23,6 +23,8 @@ def check_groups(rewards: torch.Tensor, samples_per_prompt: int | None, group_bo
             f"group_advantages: {rewards.numel()} rewards do not split into groups of {samples_per_prompt}; "
             "pass samples_per_prompt that divides their number"
         )
+    if group_boundaries is not None and group_boundaries.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"group_advantages: group_boundaries are {group_boundaries.dtype}; pass int32 or int64 offsets")
     if group_boundaries is not None and (group_boundaries.dim() != 1 or group_boundaries.numel() < 1):
         raise ValueError(
             f"group_advantages: group_boundaries are {list(group_boundaries.shape)}; pass [groups + 1] offsets from 0"
@@ -72,7 +74,7 @@ def group_advantages(
 
     Raises:
         ValueError: not exactly one of the two groupings, or it does not fit the rewards.
-        TypeError: rewards are not floating point.
+        TypeError: rewards are not floating point, or group_boundaries not int32 or int64.
     """
     require_float("group_advantages", rewards=rewards)
     check_groups(rewards, samples_per_prompt, group_boundaries)

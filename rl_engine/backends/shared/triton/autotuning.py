@@ -19,11 +19,12 @@ import torch
 from rl_engine import settings
 from rl_engine.backends.shared.triton import compiler
 from rl_engine.backends.shared.triton.candidates import Admits, FixedRule, derive
+from rl_engine.backends.shared.triton.distinct import Failures, LaunchSite
 from rl_engine.backends.shared.triton.launch_trial import LaunchTrial
 from rl_engine.backends.shared.triton.qualification import BoundLaunch
 from rl_engine.backends.shared.triton.signature import generate
 from rl_engine.platforms import device
-from rl_engine.platforms.autotuner import process_autotuner
+from rl_engine.platforms.autotuner import Selection, process_autotuner
 from rl_engine.platforms.tuning import events
 from rl_engine.platforms.tuning.identity import machine_parts, physical_parts
 from rl_engine.platforms.tuning.key import Candidate, Part, TuningKey, candidates_digest
@@ -40,6 +41,8 @@ _kernels: dict[str, KernelLauncher] = {}
 # Triton's interpreter patches `triton.language` for the whole process: 34 of 160 launches from four threads failed.
 _interpreter_lock = threading.RLock()
 _in_child_of_cuda_process = False
+# A card of which nothing is known: a fixed launch may only be slower on it.
+_UNKNOWN = device.DeviceIdentity("cuda", "unknown", "unknown", sm_count=1)
 
 
 def kernels() -> Mapping[str, KernelLauncher]:
@@ -76,7 +79,13 @@ class TunableKernel:
     def __call__(self, jitted: Any) -> KernelLauncher:
         """Wrap a jitted kernel; raises ValueError where the declaration does not fit it."""
         names = inspect.signature(jitted.fn).parameters
-        declared = {*self.outputs, *self.inout, *self.data, *self.dynamic}
+        pointers = (*self.outputs, *self.inout, *self.data)
+        if not self.outputs and not self.inout:
+            raise ValueError(f"{jitted.fn.__name__}: name in outputs or inout what the kernel writes")
+        unnamed = sorted(name for name in pointers if not name.endswith("_ptr"))
+        if unnamed:
+            raise ValueError(f"{jitted.fn.__name__}: {', '.join(unnamed)}: pointer arguments end in _ptr")
+        declared = {*pointers, *self.dynamic}
         wrong = sorted(name for name in declared if name not in names)
         wrong += sorted(name for name in self.neutral if name not in names and name not in _LAUNCH_OPTIONS)
         if wrong:
@@ -105,6 +114,7 @@ class KernelLauncher:
         )
         self._settled: dict[tuple[Any, ...], Mapping[str, int]] = {}
         self._interpreted = compiler.interpreted(jitted)
+        self._failures = Failures()
         _kernels[self.__name__] = self
 
     def __getattr__(self, name: str) -> Any:
@@ -126,6 +136,10 @@ class KernelLauncher:
         """
         return functools.partial(self._launch, grid)
 
+    def forget(self) -> None:
+        """Ask the autotuner again at the next launch of every signature."""
+        self._settled.clear()
+
     def candidates(self, sizes: Mapping[str, Any], identity: DeviceIdentity) -> tuple[Candidate, ...]:
         """Return the launches for these scalar arguments, the fixed one first."""
         declaration = self.declaration
@@ -143,13 +157,26 @@ class KernelLauncher:
     def _run_fixed(self, grid: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         given = {name: value for name, value in kwargs.items() if name not in self._explicit}
         sizes = self._signature.sizes(*args, **given)
-        index = (args[0] if args else next(iter(given.values()))).get_device()
-        return self._run(grid, args, {**self.declaration.fixed(sizes, device.identify(index)), **kwargs})
+        try:
+            identity = device.identify(self._signature.index(*args, **given))
+        except (RuntimeError, AssertionError):  # a card that does not say what it is still runs kernels
+            identity = _UNKNOWN
+        return self._run(grid, args, {**self.declaration.fixed(sizes, identity), **kwargs})
 
     def _run(self, grid: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if not self._interpreted:
             self.fn[grid](*args, **kwargs, **compiler.FIXED_OPTIONS)
-            return
+        else:
+            self._interpret(grid, args, kwargs)
+        if self.declaration.inout:
+            self._bump_versions(dict(zip(self.fn.arg_names, args, strict=False)) | dict(kwargs))
+
+    def _bump_versions(self, values: Mapping[str, Any]) -> None:
+        """Tell autograd of tensors written in place: a raw write does not, and would corrupt other nodes silently."""
+        written = [values[name] for name in self.declaration.inout if values[name] is not None]
+        torch.autograd.graph.increment_version([tensor for tensor in written if not tensor.is_inference()])
+
+    def _interpret(self, grid: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16:
                 raise TypeError(
@@ -173,30 +200,37 @@ class KernelLauncher:
             parts = {**self._static_parts(index), **self._signature.parts(values), "phase": policy.phase}
         except (RuntimeError, AssertionError, OSError) as error:
             events.log().warn_once(self.__name__, f"{self.__name__} runs fixed: the device cannot be told ({error})")
-            return self._fixed_somewhere(values)
+            return self.declaration.fixed(self._signature.sizes(*args, **kwargs), _UNKNOWN)
         candidates = self.candidates(self._signature.sizes(*args, **kwargs), identity)
         key = TuningKey.of(self.__name__, {**parts, "kernel.candidates": candidates_digest(candidates)})
         if _in_child_of_cuda_process or (index >= 0 and torch.cuda.is_current_stream_capturing()):
             process_autotuner().miss(key)
             return dict(candidates[0].options)
-        selection = process_autotuner().select(
-            key,
-            candidates,
-            lambda: LaunchTrial(
-                self.fn,
-                grid,
-                self._bound(grid, values),
-                identity=identity,
-                device_index=index,
-                warm=self.declaration.warm,
-            ),
-            mode=policy.mode,
-            provenance=physical_parts(index),
-        )
+        site = LaunchSite(self.fn, grid, values, index, key.static_digest, self._failures)
+        selection = self._select(key, candidates, site, policy)
         options = dict(selection.winner.options)
         if selection.settled:
             self._settled[signature] = options
         return options
+
+    def _select(
+        self, key: TuningKey, candidates: tuple[Candidate, ...], site: LaunchSite, policy: LaunchPolicy
+    ) -> Selection:
+        autotuner = process_autotuner()
+
+        def trial() -> LaunchTrial:
+            launch = self._bound(site.grid, site.values)
+            return LaunchTrial(site, launch, identity=device.identify(site.device_index), warm=self.declaration.warm)
+
+        try:
+            return autotuner.select(
+                key, candidates, trial, mode=policy.mode, provenance=physical_parts(site.device_index)
+            )
+        except Exception as error:  # noqa: BLE001  # a fault of the tuner must not stop a training run
+            reason = f"{self.__name__} runs fixed: the tuner failed, please report it ({compiler.first_line(error)})"
+            events.log().warn_once(self.__name__, reason)
+            events.logger.debug("the tuner failed", exc_info=True)
+            return Selection(candidates[0], "fixed", reason)
 
     def _bound(self, grid: Any, values: Mapping[str, Any]) -> BoundLaunch:
         def run(values: Mapping[str, Any], candidate: Candidate) -> None:
@@ -204,11 +238,6 @@ class KernelLauncher:
 
         declaration = self.declaration
         return BoundLaunch(run, values, declaration.outputs, declaration.inout, declaration.data)
-
-    def _fixed_somewhere(self, values: Mapping[str, Any]) -> Mapping[str, int]:
-        """Return the fixed launch for a card of which nothing is known: a rule may only be slower for it."""
-        unknown = device.DeviceIdentity("cuda", "unknown", "unknown", sm_count=1)
-        return self.declaration.fixed(values, unknown)
 
     @functools.cache  # noqa: B019  # kernels live as long as the process
     def _static_parts(self, index: int) -> Mapping[str, Part]:
@@ -245,6 +274,8 @@ def _after_fork_in_child() -> None:
     global _interpreter_lock, _in_child_of_cuda_process  # noqa: PLW0603  # re-made for a new process
     _interpreter_lock = threading.RLock()
     _in_child_of_cuda_process = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]  # torch
+    for kernel in _kernels.values():
+        kernel.forget()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -33,20 +33,18 @@ CANDIDATE_FAILURES = (TritonError, RuntimeError)
 # On every launch: the default flips in Triton 3.10, and the state is part of the bits (TRAPS.md 4).
 FIXED_OPTIONS = {"enable_fp_fusion": True}
 
+# Read when the kernels are decorated, as Triton reads it; a call later would stop torch.compile's tracing.
+_INTERPRETING = bool(triton.knobs.runtime.interpret)
+
 
 def interpreted(jitted: Any) -> bool:
     """Return whether a jitted function runs through the interpreter (TRITON_INTERPRET was set at its decoration)."""
     return not hasattr(jitted, "cache_key")
 
 
-def interpreting() -> bool:
-    """Return whether functions jitted now run through the interpreter."""
-    return bool(triton.knobs.runtime.interpret)
-
-
 def unavailable(device_type: str) -> str | None:
     """Return None where Triton kernels run on ``device_type``, else why not."""
-    if device_type == "cuda" or (device_type == "cpu" and interpreting()):
+    if device_type == "cuda" or (device_type == "cpu" and _INTERPRETING):
         return None
     if device_type == "cpu":
         return "Triton needs a CUDA or ROCm device; on a CPU set TRITON_INTERPRET=1 before the first import"
@@ -109,6 +107,12 @@ def compile_launch(
 
     with torch.cuda.device(device_index):
         return jitted.warmup(grid=grid, **values, **options, **FIXED_OPTIONS)
+
+
+def first_line(error: BaseException) -> str:
+    """Return an error's type and the first line of its text, short enough for a record."""
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:200]
 
 
 def load(compiled: Any) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_engine.backends.shared.triton.compiler import CANDIDATE_FAILURES
+from rl_engine.backends.shared.triton.compiler import CANDIDATE_FAILURES, first_line
 from rl_engine.backends.shared.triton.scratch import Copy, Span, require_memory, spans, total
 from rl_engine.errors import TrialUnavailableError
 from rl_engine.platforms.tuning.trial import Rejection
@@ -114,7 +114,10 @@ def gate(launch: BoundLaunch, candidates: tuple[Candidate, ...], *, repeats: int
     kinds: list[str] = []
     for kind, sandbox in _input_sets(launch):
         kinds.append(kind)
-        expected = _run(launch, sandbox, fixed)
+        try:
+            expected = _run(launch, sandbox, fixed)
+        except CANDIDATE_FAILURES as error:
+            raise TrialUnavailableError(f"the fixed launch fails: {first_line(error)}") from error
         if not all(_equal(_run(launch, sandbox, fixed), expected) for _ in range(repeats - 1)):
             raise TrialUnavailableError("the fixed launch gives different bytes from run to run")
         for candidate in others:
@@ -130,12 +133,6 @@ def gate(launch: BoundLaunch, candidates: tuple[Candidate, ...], *, repeats: int
                 rejections[candidate] = Rejection(candidate, "unstable" if any(equal) else "not_bit_exact")
     survivors = tuple(candidate for candidate in candidates if candidate not in rejections)
     return GateResult(survivors, tuple(rejections.values()), comparisons, tuple(kinds))
-
-
-def first_line(error: BaseException) -> str:
-    """Return an error's type and the first line of its text, short enough for a record."""
-    lines = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"[:200]
 
 
 def _input_sets(launch: BoundLaunch) -> Iterator[tuple[str, Sandbox]]:

@@ -27,6 +27,7 @@ class Signature:
         dynamic: integers that change from step to step; the compiler does not specialise them, the key buckets them.
         static: every other scalar, taken by value; of a float only that it is one.
         key: (mode, phase, *args, **kwargs) -> hashable: equal for launches that share a selection in this process.
+        index: (*args, **kwargs) -> index of the device it runs on, -1 for the CPU.
         sizes: (*args, **kwargs) -> scalars by name.
         values: (*args, **kwargs) -> all arguments by name.
     """
@@ -35,6 +36,7 @@ class Signature:
     dynamic: tuple[str, ...]
     static: tuple[str, ...]
     key: Callable[..., tuple[Any, ...]]
+    index: Callable[..., int]
     sizes: Callable[..., dict[str, Any]]
     values: Callable[..., dict[str, Any]]
 
@@ -79,12 +81,13 @@ def generate(
     everything = ", ".join(f"{name!r}: {name}" for name in names)
     source = (
         f"def key(_mode, _phase, {accepted}): return ({', '.join(terms)},)\n"
+        f"def index({accepted}): return {device}.get_device()\n"
         f"def sizes({accepted}): return {{{scalars}}}\n"
         f"def values({accepted}): return {{{everything}}}\n"
     )
     made: dict[str, Any] = dict(defaults)
     exec(compile(source, f"<signature of {function.__name__}>", "exec"), made)  # noqa: S102  # names from a signature
-    return Signature(pointers, dynamic, static, made["key"], made["sizes"], made["values"])
+    return Signature(pointers, dynamic, static, made["key"], made["index"], made["sizes"], made["values"])
 
 
 def _part(value: Any) -> Part:

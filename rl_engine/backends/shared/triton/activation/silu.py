@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from rl_engine.backends.shared.triton import operands
 from rl_engine.backends.shared.triton.autotuning import TunableKernel, pin_autotune, pinned_backward
 from rl_engine.backends.shared.triton.compiler import unavailable
+from rl_engine.backends.shared.triton.graph import differentiate, empty_like, graph_operator
 from rl_engine.backends.shared.triton.primitives import elementwise
 from rl_engine.backends.shared.triton.primitives.elementwise import block_of_row
 from rl_engine.backends.spec import implements
@@ -104,6 +105,11 @@ class _SiLU(torch.autograd.Function):
         return _backward(*ctx.saved_tensors, dy)
 
 
+_graph_forward = graph_operator("silu", _forward, fake=empty_like)
+_graph_backward = graph_operator("silu_backward", _backward, fake=empty_like, phase="backward")
+differentiate(_graph_forward, _graph_backward, lambda inputs, _y: inputs)
+
+
 @implements("silu", backend_id="rlkernel.triton.silu", unavailable=unavailable)
 def silu(x: torch.Tensor) -> torch.Tensor:
     """Return ``x * sigmoid(x)``, computed in fp32 and rounded once.
@@ -120,4 +126,6 @@ def silu(x: torch.Tensor) -> torch.Tensor:
     """
     operands.require_tensors("silu", x=x)
     operands.require_floats("silu", x=x)
+    if torch.compiler.is_compiling():
+        return _graph_forward(x)
     return _SiLU.apply(x) if operands.grad_enabled(x) else _forward(x)

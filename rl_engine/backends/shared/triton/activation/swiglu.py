@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from rl_engine.backends.shared.triton import operands
 from rl_engine.backends.shared.triton.autotuning import TunableKernel, pin_autotune, pinned_backward
 from rl_engine.backends.shared.triton.compiler import unavailable
+from rl_engine.backends.shared.triton.graph import differentiate, empty_like, graph_operator
 from rl_engine.backends.shared.triton.primitives import elementwise
 from rl_engine.backends.shared.triton.primitives.elementwise import block_of_row
 from rl_engine.backends.spec import implements
@@ -123,6 +124,13 @@ class _SwiGLU(torch.autograd.Function):
         return _backward(*ctx.saved_tensors, dy)
 
 
+_graph_forward = graph_operator("swiglu", _forward, fake=empty_like)
+_graph_backward = graph_operator(
+    "swiglu_backward", _backward, fake=lambda gate, *_others: (empty_like(gate), empty_like(gate)), phase="backward"
+)
+differentiate(_graph_forward, _graph_backward, lambda inputs, _y: inputs)
+
+
 @implements("swiglu", backend_id="rlkernel.triton.swiglu", unavailable=unavailable)
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Return ``silu(gate) * up``, computed in fp32 and rounded once.
@@ -145,4 +153,6 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"swiglu: gate is {list(gate.shape)}, up is {list(up.shape)}; pass equal shapes")
     if gate.dtype != up.dtype:
         raise TypeError(f"swiglu: gate is {gate.dtype}, up is {up.dtype}; pass equal dtypes")
+    if torch.compiler.is_compiling():
+        return _graph_forward(gate, up)
     return _SwiGLU.apply(gate, up) if operands.grad_enabled(gate, up) else _forward(gate, up)

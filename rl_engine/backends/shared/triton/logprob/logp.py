@@ -1,4 +1,4 @@
-"""Log-probability of selected tokens: logp = z[target] - logsumexp(z), z = logits / temperature, in fp32."""
+"""Log-probability of selected tokens: logp = (z[target] - max z) - ln(sum), z = logits / temperature, in fp32."""
 
 from __future__ import annotations
 
@@ -13,8 +13,15 @@ from rl_engine.backends.reference.logprob.logp import check_logp, validate_ids
 from rl_engine.backends.shared.triton import operands
 from rl_engine.backends.shared.triton.autotuning import TunableKernel, pin_autotune, pinned_backward
 from rl_engine.backends.shared.triton.compiler import is_interpreter, unavailable
+from rl_engine.backends.shared.triton.graph import differentiate, empty_like, graph_operator
 from rl_engine.backends.shared.triton.operands import power_of_two
-from rl_engine.backends.shared.triton.primitives.logsumexp import CHUNK, LOG2E, log_sum_exp, merge_chunk, scaled
+from rl_engine.backends.shared.triton.primitives.logsumexp import (
+    CHUNK,
+    log_probability,
+    merge_chunk,
+    probability,
+    scaled,
+)
 from rl_engine.backends.spec import implements
 
 if TYPE_CHECKING:
@@ -52,7 +59,7 @@ def _admits_blocks(sizes: Mapping[str, Any], launch: Mapping[str, int]) -> bool:
 
 
 @TunableKernel(
-    outputs=("logp_ptr", "lse_ptr"),
+    outputs=("logp_ptr", "norm_ptr"),
     data=("z_ptr",),
     dynamic=("n_rows",),
     fixed=_fixed_rows,
@@ -62,9 +69,10 @@ def _admits_blocks(sizes: Mapping[str, Any], launch: Mapping[str, int]) -> bool:
 )
 @triton.jit(do_not_specialize=["n_rows"])
 def _logp_fwd_kernel(
-    z_ptr, target_ptr, logp_ptr, lse_ptr, n_rows, n_cols, z_stride, ignore_index, inverse_temperature,
+    z_ptr, target_ptr, logp_ptr, norm_ptr, n_rows, n_cols, z_stride, ignore_index, inverse_temperature,
     SCALED: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """Write the log-probabilities, and to norm_ptr [2, rows] each row's maximum and base-2 logarithm of its sum."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     used = row < n_rows
     z_rows = z_ptr + row * z_stride
@@ -76,13 +84,14 @@ def _logp_fwd_kernel(
         mask = used[:, None] & (col < n_cols)[None, :]
         z = tl.load(z_rows[:, None] + col[None, :], mask=mask, other=-float("inf")).to(tl.float32)
         m, s = merge_chunk(m, s, scaled(z, inverse_temperature, SCALED), ROWS, COLS)
-    lse = log_sum_exp(m, s)
+    log2_sum = tl.log2(s)
     target = tl.load(target_ptr + row, mask=used, other=0).to(tl.int64)
     valid = used & (target >= 0) & (target < n_cols)
     chosen = tl.load(z_rows + tl.where(valid, target, 0), mask=valid, other=float("nan")).to(tl.float32)
-    logp = tl.where(target == ignore_index, 0.0, scaled(chosen, inverse_temperature, SCALED) - lse)
-    tl.store(logp_ptr + row, logp, mask=used)
-    tl.store(lse_ptr + row, lse, mask=used)
+    logp = log_probability(scaled(chosen, inverse_temperature, SCALED), m, log2_sum)
+    tl.store(logp_ptr + row, tl.where(target == ignore_index, 0.0, logp), mask=used)
+    tl.store(norm_ptr + row, m, mask=used)
+    tl.store(norm_ptr + n_rows + row, log2_sum, mask=used)
 
 
 @TunableKernel(
@@ -96,7 +105,7 @@ def _logp_fwd_kernel(
 )
 @triton.jit(do_not_specialize=["n_rows"])
 def _logp_bwd_kernel(
-    z_ptr, target_ptr, lse_ptr, dlogp_ptr, dz_ptr, n_rows, n_cols, z_stride, ignore_index, inverse_temperature,
+    z_ptr, target_ptr, norm_ptr, dlogp_ptr, dz_ptr, n_rows, n_cols, z_stride, ignore_index, inverse_temperature,
     SCALED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     n_blocks = tl.cdiv(n_cols, BLOCK)
@@ -107,8 +116,9 @@ def _logp_bwd_kernel(
     target = tl.load(target_ptr + row, mask=used, other=-1).to(tl.int64)
     counted = (target >= 0) & (target < n_cols) & (target != ignore_index)
     z = tl.load(z_ptr + (row * z_stride)[:, None] + col[None, :], mask=mask, other=0.0).to(tl.float32)
-    lse = tl.load(lse_ptr + row, mask=used, other=0.0)
-    p = tl.exp2((scaled(z, inverse_temperature, SCALED) - lse[:, None]) * LOG2E)
+    m = tl.load(norm_ptr + row, mask=used, other=0.0)
+    log2_sum = tl.load(norm_ptr + n_rows + row, mask=used, other=0.0)
+    p = probability(scaled(z, inverse_temperature, SCALED), m[:, None], log2_sum[:, None])
     dlogp = tl.load(dlogp_ptr + row, mask=used, other=0.0)
     coefficient = dlogp * inverse_temperature if SCALED else dlogp
     dz = coefficient[:, None] * (tl.where(col[None, :] == target[:, None], 1.0, 0.0) - p)
@@ -126,21 +136,22 @@ _by_rows = operands.blocks("n_rows", "ROWS")
 def _forward(
     logits: torch.Tensor, targets: torch.Tensor, ignore_index: int, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return logp [...] and the rows' log-sum-exp [...]."""
-    logp, lse = (torch.empty(targets.shape, dtype=torch.float32, device=logits.device) for _ in range(2))
+    """Return logp [...] and the rows' maxima and base-2 logarithms of their sums [2, ...]."""
+    logp = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
+    norm = torch.empty((2, *targets.shape), dtype=torch.float32, device=logits.device)
     if targets.numel():
         z = operands.as_rows(logits)
         _logp_fwd_kernel[_by_rows](
-            z, targets.contiguous(), logp, lse, *z.shape, z.stride(0), ignore_index, 1.0 / temperature,
+            z, targets.contiguous(), logp, norm, *z.shape, z.stride(0), ignore_index, 1.0 / temperature,
             SCALED=temperature != 1.0, COLS=min(power_of_two(z.shape[1]), CHUNK.value),
         )  # fmt: skip
-    return logp, lse
+    return logp, norm
 
 
 def _backward(
     logits: torch.Tensor,
     targets: torch.Tensor,
-    lse: torch.Tensor,
+    norm: torch.Tensor,
     dlogp: torch.Tensor,
     ignore_index: int,
     temperature: float,
@@ -149,7 +160,7 @@ def _backward(
     if targets.numel():
         z = operands.as_rows(logits)
         _logp_bwd_kernel[_by_blocks](
-            z, targets.contiguous(), lse, dlogp.contiguous(), dz, *z.shape, z.stride(0), ignore_index,
+            z, targets.contiguous(), norm, dlogp.contiguous(), dz, *z.shape, z.stride(0), ignore_index,
             1.0 / temperature, SCALED=temperature != 1.0,
         )  # fmt: skip
     return dz
@@ -159,8 +170,8 @@ class _LogP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets, ignore_index, temperature):
         pin_autotune(ctx)
-        logp, lse = _forward(logits, targets, ignore_index, temperature)
-        ctx.save_for_backward(logits, targets, lse)
+        logp, norm = _forward(logits, targets, ignore_index, temperature)
+        ctx.save_for_backward(logits, targets, norm)
         ctx.options = (ignore_index, temperature)
         return logp
 
@@ -169,6 +180,28 @@ class _LogP(torch.autograd.Function):
     @pinned_backward
     def backward(ctx, dlogp):
         return _backward(*ctx.saved_tensors, dlogp, *ctx.options), None, None, None
+
+
+def _fake_forward(
+    logits: torch.Tensor, targets: torch.Tensor, _ignore_index: int, _temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shapes = (targets.shape, (2, *targets.shape))
+    logp, norm = (torch.empty(shape, dtype=torch.float32, device=logits.device) for shape in shapes)
+    return logp, norm
+
+
+_graph_forward = graph_operator("logp", _forward, fake=_fake_forward)
+_graph_backward = graph_operator("logp_backward", _backward, fake=empty_like, phase="backward")
+differentiate(
+    _graph_forward,
+    lambda logits, targets, norm, ignore_index, temperature, dlogp, _dnorm: (
+        _graph_backward(logits, targets, norm, dlogp, ignore_index, temperature),
+        None,
+        None,
+        None,
+    ),
+    lambda inputs, outputs: (*inputs[:2], outputs[1], *inputs[2:]),
+)
 
 
 @implements("logp", backend_id="rlkernel.triton.logp", unavailable=unavailable)
@@ -202,6 +235,8 @@ def logp(
     check_logp(logits, targets, temperature)
     if validate:
         validate_ids(targets, logits.shape[-1], ignore_index)
+    if torch.compiler.is_compiling():
+        return _graph_forward(logits, targets, ignore_index, temperature)[0]
     if operands.grad_enabled(logits):
         return _LogP.apply(logits, targets, ignore_index, temperature)
     return _forward(logits, targets, ignore_index, temperature)[0]

@@ -12,6 +12,7 @@ from rl_engine.backends.reference.loss.group_advantages import check_groups
 from rl_engine.backends.shared.triton import operands
 from rl_engine.backends.shared.triton.autotuning import TunableKernel
 from rl_engine.backends.shared.triton.compiler import is_interpreter, unavailable
+from rl_engine.backends.shared.triton.graph import graph_operator
 from rl_engine.backends.shared.triton.operands import power_of_two
 from rl_engine.backends.shared.triton.primitives.folds import fold_columns, rounded_product
 from rl_engine.backends.spec import implements
@@ -74,6 +75,25 @@ def _group_advantages_kernel(
         tl.store(advantage_ptr + offset, (reward - mean[:, None]) / divisor[:, None], mask=mask)
 
 
+def _forward(rewards: torch.Tensor, boundaries: torch.Tensor | None, samples: int, eps: float) -> torch.Tensor:
+    """Return the advantages of groups of ``samples``, or of those that ``boundaries`` [groups + 1] bound."""
+    advantages = torch.empty(rewards.shape, dtype=torch.float32, device=rewards.device)
+    n_groups = rewards.numel() // samples if boundaries is None else boundaries.numel() - 1
+    if n_groups and rewards.numel():
+        _group_advantages_kernel[operands.blocks("n_groups", "GROUPS")](
+            rewards.contiguous(), None if boundaries is None else boundaries.contiguous(), advantages, n_groups,
+            samples, eps, TILE=_TILE if boundaries is not None else min(power_of_two(samples), _TILE),
+        )  # fmt: skip
+    return advantages
+
+
+_graph_forward = graph_operator(
+    "group_advantages",
+    _forward,
+    fake=lambda rewards, *_others: torch.empty(rewards.shape, dtype=torch.float32, device=rewards.device),
+)
+
+
 @implements("group_advantages", backend_id="rlkernel.triton.group_advantages", unavailable=unavailable)
 def group_advantages(
     rewards: torch.Tensor,
@@ -97,21 +117,10 @@ def group_advantages(
     Raises:
         ValueError: not exactly one of the two groupings, it does not fit, different devices, or one Triton does not
             run on.
-        TypeError: another dtype, or a tensor subclass.
+        TypeError: rewards of another dtype, group_boundaries that are not int32 or int64, or a tensor subclass.
     """
     operands.require_tensors("group_advantages", rewards=rewards, group_boundaries=group_boundaries)
     operands.require_floats("group_advantages", rewards=rewards)
     check_groups(rewards, samples_per_prompt, group_boundaries)
-    advantages = torch.empty(rewards.shape, dtype=torch.float32, device=rewards.device)
-    if samples_per_prompt is not None:
-        n_groups, samples, tile = rewards.numel() // samples_per_prompt, samples_per_prompt, samples_per_prompt
-    else:
-        assert group_boundaries is not None, "check_groups asks for exactly one"
-        n_groups, samples, tile = group_boundaries.numel() - 1, 0, _TILE
-        group_boundaries = group_boundaries.contiguous()
-    if n_groups and rewards.numel():
-        _group_advantages_kernel[operands.blocks("n_groups", "GROUPS")](
-            rewards.detach().contiguous(), group_boundaries, advantages, n_groups, samples, eps,
-            TILE=min(power_of_two(tile), _TILE),
-        )  # fmt: skip
-    return advantages
+    compute = _graph_forward if torch.compiler.is_compiling() else _forward
+    return compute(rewards.detach(), group_boundaries, samples_per_prompt or 0, eps)

@@ -17,6 +17,7 @@ from rl_engine.backends.reference.loss.grpo_loss import Aggregation, GRPOLoss, K
 from rl_engine.backends.shared.triton import operands
 from rl_engine.backends.shared.triton.autotuning import TunableKernel, pin_autotune, pinned_backward
 from rl_engine.backends.shared.triton.compiler import is_interpreter, unavailable
+from rl_engine.backends.shared.triton.graph import differentiate, graph_operator
 from rl_engine.backends.shared.triton.operands import as_rows, power_of_two
 from rl_engine.backends.shared.triton.primitives.folds import fold_columns, rounded_product
 from rl_engine.backends.spec import implements
@@ -231,6 +232,16 @@ def _forward(
     return losses, slope, weight
 
 
+def _backward(slope: torch.Tensor, weight: torch.Tensor, dloss: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    n_seqs, n_tokens = slope.shape
+    dlogps = torch.empty(slope.shape, dtype=dtype, device=slope.device)
+    if slope.numel():
+        _grpo_bwd_kernel[_by_sequences](
+            slope, weight, dloss.contiguous(), dlogps, n_seqs, n_tokens, TILE=min(power_of_two(n_tokens), _TILE)
+        )
+    return dlogps
+
+
 class _GRPOLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logps, *options):
@@ -246,14 +257,27 @@ class _GRPOLoss(torch.autograd.Function):
     @once_differentiable
     @pinned_backward
     def backward(ctx, dloss, *_others):
-        slope, weight = ctx.saved_tensors
-        n_seqs, n_tokens = slope.shape
-        dlogps = torch.empty(slope.shape, dtype=ctx.dtype, device=slope.device)
-        if slope.numel():
-            _grpo_bwd_kernel[_by_sequences](
-                slope, weight, dloss.contiguous(), dlogps, n_seqs, n_tokens, TILE=min(power_of_two(n_tokens), _TILE)
-            )
-        return (dlogps, *[None] * 9)
+        return (_backward(*ctx.saved_tensors, dloss, ctx.dtype), *[None] * 9)
+
+
+def _fake_forward(logps: torch.Tensor, *_others: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    shapes = ((3,), tuple(logps.shape), (logps.shape[0],))
+    losses, slope, weight = (torch.empty(shape, dtype=torch.float32, device=logps.device) for shape in shapes)
+    return losses, slope, weight
+
+
+_graph_forward = graph_operator("grpo_loss", _forward, fake=_fake_forward)
+_graph_backward = graph_operator(
+    "grpo_loss_backward",
+    _backward,
+    fake=lambda slope, _weight, _dloss, dtype: torch.empty(slope.shape, dtype=dtype, device=slope.device),
+    phase="backward",
+)
+differentiate(
+    _graph_forward,
+    lambda slope, weight, dtype, dlosses, *_others: (_graph_backward(slope, weight, dlosses[0], dtype), *[None] * 9),
+    lambda inputs, outputs: (*outputs[1:], inputs[0].dtype),
+)
 
 
 @implements("grpo_loss", backend_id="rlkernel.triton.grpo_loss", unavailable=unavailable)
@@ -303,6 +327,9 @@ def grpo_loss(
         old_logps.detach(), ref, advantages.detach(), mask, 1.0 - clip_eps, 1.0 + high, beta,
         0 if ref is None else _KL[kl], aggregation == "token_mean",
     )  # fmt: skip
+    if torch.compiler.is_compiling():
+        loss, policy_loss, divergence = _graph_forward(logps, *options)[0].unbind(0)
+        return GRPOLoss(loss, policy_loss.detach(), divergence.detach())
     if operands.grad_enabled(logps):
         return GRPOLoss(*_GRPOLoss.apply(logps, *options))
     return GRPOLoss(*_forward(logps, *options)[0].clone().unbind(0))

@@ -18,6 +18,7 @@ from rl_engine.backends.reference.norm.rms_norm import check_rms_norm
 from rl_engine.backends.shared.triton import operands
 from rl_engine.backends.shared.triton.autotuning import TunableKernel, pin_autotune, pinned_backward
 from rl_engine.backends.shared.triton.compiler import is_interpreter, unavailable
+from rl_engine.backends.shared.triton.graph import differentiate, empty_like, graph_operator
 from rl_engine.backends.shared.triton.operands import power_of_two
 from rl_engine.backends.shared.triton.primitives.folds import fold_columns, fold_rows, rounded_product
 from rl_engine.backends.spec import implements
@@ -285,6 +286,23 @@ class _RMSNorm(torch.autograd.Function):
         return dx, dw, None
 
 
+def _fake_forward(x: torch.Tensor, _weight: torch.Tensor, _eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = x.numel() // x.shape[-1]
+    return empty_like(x), torch.empty(rows, dtype=torch.float32, device=x.device)
+
+
+_graph_forward = graph_operator("rms_norm", _forward, fake=_fake_forward)
+_graph_dx = graph_operator("rms_norm_dx", _backward_dx, fake=empty_like, phase="backward")
+_graph_dw = graph_operator(
+    "rms_norm_dw", _backward_dw, fake=lambda _x, weight, *_others: empty_like(weight), phase="backward"
+)
+differentiate(
+    _graph_forward,
+    lambda x, weight, rstd, dy, _drstd: (_graph_dx(x, weight, rstd, dy), _graph_dw(x, weight, rstd, dy), None),
+    lambda inputs, outputs: (*inputs[:2], outputs[1]),
+)
+
+
 @implements("rms_norm", backend_id="rlkernel.triton.rms_norm", unavailable=unavailable)
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     """Return ``x / sqrt(mean(x**2, -1) + eps) * weight``, computed in fp32 and rounded once.
@@ -306,4 +324,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.
     operands.require_tensors("rms_norm", x=x, weight=weight)
     operands.require_floats("rms_norm", x=x, weight=weight)
     check_rms_norm(x, weight)
+    if torch.compiler.is_compiling():
+        return _graph_forward(x, weight, eps)[0]
     return _RMSNorm.apply(x, weight, eps) if operands.grad_enabled(x, weight) else _forward(x, weight, eps)[0]

@@ -41,6 +41,12 @@ def merge_chunk(m, s, z, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
-def log_sum_exp(m, s):
-    """Return m + ln(s)."""
-    return tl.fma(tl.log2(s), tl.full(s.shape, _LN2, tl.float32), m)
+def log_probability(z, m, log2_sum):
+    """Return (z - m) - ln(s): m first, since m + ln(s) has lost the digits of ln(s) where m is large."""
+    return (z - m) - rounded_product(log2_sum, tl.full(log2_sum.shape, _LN2, tl.float32))
+
+
+@triton.jit
+def probability(z, m, log2_sum):
+    """Return exp(z - m) / s."""
+    return tl.exp2(tl.fma(z - m, tl.full(z.shape, LOG2E, tl.float32), -log2_sum))
