@@ -10,20 +10,22 @@ OUT ?= artifacts/demo
 
 ifeq ($(VENV),off)
 RUN := python3
+PYTEST := python3 -m pytest
 LINT_IMPORTS := lint-imports
 READY :=
 else
 RUN := $(VENV)/bin/python
+PYTEST := $(VENV)/bin/python -m pytest --timeout=180
 LINT_IMPORTS := $(VENV)/bin/lint-imports
 READY := $(VENV)/.ready
 endif
 
-.PHONY: demo test check lint-imports test-core test-offline test-interpreted test-gpu format clean
+.PHONY: demo test check lint-imports test-core test-reliability fuzz test-offline test-interpreted test-gpu format clean
 
 demo: $(READY)
 	$(RUN) -m benchmarks.training.grpo --demo --out $(OUT)
 
-test: check test-core test-offline test-interpreted
+test: check test-core test-reliability test-offline test-interpreted
 
 check: $(READY)
 	$(RUN) -m ruff check .
@@ -37,17 +39,23 @@ lint-imports: $(READY)
 
 test-core: $(READY)  ## the tuner, the registry, the command line, the main job: no Triton kernel runs here
 	rm -f .coverage .coverage.*
-	$(RUN) -m pytest tests/platforms tests/runtime tests/benchmarks --cov --cov-report=term
+	$(PYTEST) tests/platforms tests/runtime tests/benchmarks --cov --cov-report=term
+
+test-reliability: $(READY)  ## faults, kills, many processes, hostile files
+	$(PYTEST) tests/reliability
+
+fuzz: $(READY)  ## hostile records for ten minutes
+	$(RUN) -m tests.reliability.fuzz --seconds 600
 
 test-offline: $(READY)  ## kernels compiled for five architectures, none of them here
-	$(RUN) -m pytest tests/build
+	$(PYTEST) tests/build
 
 test-interpreted: $(READY)  ## kernels run by Triton's interpreter; it reads the variable at decoration: own process
-	TRITON_INTERPRET=1 $(RUN) -m pytest tests/ops
+	TRITON_INTERPRET=1 $(PYTEST) tests/ops
 
 test-gpu:  ## on a machine with a GPU and its own torch and Triton: make test-gpu VENV=off
-	RL_KERNEL_AUTOTUNE=0 $(RUN) -m pytest tests/ops tests/platforms tests/runtime
-	RL_KERNEL_AUTOTUNE=1 RL_KERNEL_AUTOTUNE_CACHE_DIR=$$(mktemp -d) $(RUN) -m pytest tests/ops
+	RL_KERNEL_AUTOTUNE=0 $(PYTEST) tests/ops tests/platforms tests/runtime
+	RL_KERNEL_AUTOTUNE=1 RL_KERNEL_AUTOTUNE_CACHE_DIR=$$(mktemp -d) $(PYTEST) tests/ops
 
 format: $(READY)
 	$(RUN) -m ruff check --fix .

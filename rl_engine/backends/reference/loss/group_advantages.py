@@ -36,7 +36,7 @@ def check_groups(rewards: torch.Tensor, samples_per_prompt: int | None, group_bo
     family="loss",
     contract=(
         "group_advantages.v1: two passes; sums fold neighbours inside tiles of 1024 samples, tiles ascending;"
-        " population variance; (r - mean) / max(std, eps)"
+        " the mean is kept inside its group's range; population variance; (r - mean) / max(std, eps)"
     ),
     inputs=_inputs,
     cases=(
@@ -86,6 +86,9 @@ def group_advantages(
         sizes = group_boundaries.diff().to(rewards.device)
     group = torch.repeat_interleave(torch.arange(sizes.numel(), device=rewards.device), sizes)
     zeros = value.new_zeros(sizes.numel())
-    centred = value - (zeros.index_add(0, group, value) / sizes)[group]
+    # a rounded mean may lie outside its rewards: equal rewards would get advantages other than 0
+    low, high = (zeros.scatter_reduce(0, group, value, kind, include_self=False) for kind in ("amin", "amax"))
+    mean = (zeros.index_add(0, group, value) / sizes).clamp(low, high)
+    centred = value - mean[group]
     deviation = (zeros.index_add(0, group, centred.square()) / sizes).sqrt()
     return centred / deviation.clamp_min(eps)[group]

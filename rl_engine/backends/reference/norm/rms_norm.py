@@ -40,6 +40,7 @@ def check_rms_norm(x: torch.Tensor, weight: torch.Tensor) -> None:
         Case("tiny", {"rows": 3, "hidden": 8}),
         Case("odd", {"rows": 37, "hidden": 181}),
         Case("one", {"rows": 2, "hidden": 1}),
+        Case("wide", {"rows": 3, "hidden": 20000}),
         Case("empty", {"rows": 0, "hidden": 8}),
         Case("small", {"rows": 64, "hidden": 4096}, tags=frozenset({"speed"})),
         Case("thr", {"rows": 16384, "hidden": 4096}, tags=frozenset({"speed"})),

@@ -79,6 +79,8 @@ class LaunchTrial:
                 if candidate not in self._samplers:
                     self._samplers[candidate] = self._prepare(candidate)
                 return self._samplers[candidate]()
+            except torch.OutOfMemoryError:
+                raise  # a RuntimeError too, but no fault of the candidate's
             except compiler.CANDIDATE_FAILURES:
                 return math.inf
 

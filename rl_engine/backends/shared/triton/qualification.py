@@ -125,6 +125,8 @@ def gate(launch: BoundLaunch, candidates: tuple[Candidate, ...], *, repeats: int
                 continue
             try:
                 equal = [_equal(_run(launch, sandbox, candidate), expected) for _ in range(repeats)]
+            except torch.OutOfMemoryError:
+                raise  # a RuntimeError too, but no fault of the candidate's
             except CANDIDATE_FAILURES as error:
                 rejections[candidate] = Rejection(candidate, f"failed: {first_line(error)}")
                 continue

@@ -55,11 +55,17 @@ def _group_advantages_kernel(
     longest = tl.max(size, 0)
     count = tl.maximum(size, 1).to(tl.float32)
     total = tl.zeros((GROUPS,), tl.float32)
+    low = tl.full((GROUPS,), float("inf"), tl.float32)
+    high = tl.full((GROUPS,), -float("inf"), tl.float32)
     for start in range(0, longest, TILE):
         mask = (start + lane)[None, :] < size[:, None]
         reward = tl.load(reward_ptr + first[:, None] + (start + lane)[None, :], mask=mask, other=0.0).to(tl.float32)
         total += fold_columns(reward, GROUPS, TILE)
-    mean = total / count
+        low = tl.minimum(low, tl.min(tl.where(mask, reward, float("inf")), 1))
+        high = tl.maximum(high, tl.max(tl.where(mask, reward, -float("inf")), 1))
+    # a rounded mean may lie outside its rewards: of seven times 0.7, all would get 0.06 instead of 0
+    mean = tl.maximum(total / count, low, propagate_nan=tl.PropagateNan.ALL)
+    mean = tl.minimum(mean, high, propagate_nan=tl.PropagateNan.ALL)
     squares = tl.zeros((GROUPS,), tl.float32)
     for start in range(0, longest, TILE):
         mask = (start + lane)[None, :] < size[:, None]

@@ -1,0 +1,152 @@
+"""Tuning never changes a byte: off, measured, remembered, replayed, or told lies by the clock."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from rl_engine.backends import catalog
+from rl_engine.backends.shared.triton.launch_trial import LaunchTrial
+from rl_engine.backends.shared.triton.qualification import gate
+from rl_engine.backends.spec import OpSpec
+from rl_engine.platforms.tuning.key import Candidate
+from rl_engine.platforms.tuning.store import FileStore, MemoryStore
+from rl_engine.runtime.policy import autotune
+from tests.support.ops_inputs import ON_GPU, Sample, assert_same, of_cases, run_sample, samples, triton_op
+from tests.support.ops_launches import Launch, library_kernels, new_process, recorded
+
+ADVERSARY_SEEDS = 10
+# What may happen to a candidate; other bytes may not. The interpreter has no warps, and a card only so many registers.
+EXPECTED_REJECTIONS = ("same launch as", "too many programs", "failed: OutOfResources")
+SPECS = list(catalog.specs().values())
+
+
+@pytest.mark.parametrize(
+    "sample", samples(lambda one: one.case.name in ("tiny", "odd") and (ON_GPU or one.dtype == "float32")), ids=str
+)
+def test_off_measured_remembered_and_replayed_launches_give_the_same_bytes(sample: Sample, tmp_path: Path) -> None:
+    op, inputs, store = triton_op(sample.spec.name), sample.inputs(), FileStore(tmp_path / "cache")
+    with autotune("off"):
+        fixed = run_sample(op, sample, inputs)
+    with new_process(store) as tuner, autotune("on"):
+        assert_same(run_sample(op, sample, inputs), fixed, "measured")
+        counts = tuner.report().counts
+        assert counts["tuned"] == len(tuner.report().selections) > 0
+        assert_same(run_sample(op, sample, inputs), fixed, "remembered")
+        assert tuner.report().counts == counts
+    assert len(store.digests()) == counts["tuned"]
+    for mode in ("on", "replay"):
+        with new_process(store) as tuner, autotune(mode):
+            assert_same(run_sample(op, sample, inputs), fixed, f"replayed under {mode}")
+            assert tuner.report().counts == {"replayed": len(store.digests())}
+            assert {one.source for one in tuner.report().selections} == {"disk"}
+
+
+@pytest.mark.parametrize("sample", samples(lambda one: one.case.name == "tiny" and one.dtype == "float32"), ids=str)
+def test_a_clock_that_lies_changes_no_byte(sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
+    op, inputs = triton_op(sample.spec.name), sample.inputs()
+    with autotune("off"):
+        fixed = run_sample(op, sample, inputs)
+    winners = defaultdict(set)
+    for seed in range(ADVERSARY_SEEDS):
+
+        def lie(_trial: LaunchTrial, candidate: Candidate, seed: int = seed) -> float:
+            return random.Random(f"{seed} {candidate}").uniform(1.0, 10.0)
+
+        monkeypatch.setattr(LaunchTrial, "sample", lie)
+        store = MemoryStore()
+        for _process in ("measures", "replays"):
+            with new_process(store) as tuner, autotune("on"):
+                assert_same(run_sample(op, sample, inputs), fixed, f"seed {seed}")
+                for selection in tuner.report().selections:
+                    winners[selection.kernel].add(selection.winner)
+    assert max(map(len, winners.values())) > 1, "the lies never moved a choice, so nothing was tested"
+
+
+@pytest.fixture(scope="module")
+def launches() -> dict[str, list[Launch]]:
+    """Return what the declared cases launch, by kernel."""
+    found = defaultdict(list)
+    for sample in samples():
+        with recorded() as made, autotune("off"):
+            run_sample(triton_op(sample.spec.name), sample)
+        for launch in made:
+            found[launch.kernel.__name__].append(launch)
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(library_kernels()))
+def test_every_candidate_gives_the_fixed_launchs_bytes(name: str, launches: dict[str, list[Launch]]) -> None:
+    comparisons = 0
+    for launch in launches[name]:
+        comparisons += _compared_on_a_card(launch) if ON_GPU else _compared_by_the_interpreter(launch)
+    blind = not ON_GPU and set(library_kernels()[name].declaration.neutral) == {"num_warps"}  # nothing it could see
+    assert comparisons > 0 or blind
+
+
+def _compared_on_a_card(launch: Launch) -> int:
+    trial = launch.trial()
+    try:
+        qualified = trial.qualify(launch.candidates())
+    finally:
+        trial.close()
+    unexpected = [one for one in qualified.rejections if not one.reason.startswith(EXPECTED_REJECTIONS)]
+    assert not unexpected, f"{launch.kernel.__name__}: {unexpected}"
+    return qualified.evidence.comparisons
+
+
+def _compared_by_the_interpreter(launch: Launch) -> int:
+    # the gate itself: a trial leaves out candidates of many programs, which here are cheap enough
+    distinct = {tuple(one for one in candidate.options if one[0] != "num_warps"): candidate
+                for candidate in reversed(launch.candidates())}  # fmt: skip
+    fixed = launch.candidates()[0]
+    others = tuple(candidate for candidate in distinct.values() if candidate != fixed)
+    found = gate(launch.bound(), (fixed, *others), repeats=1)
+    assert not found.rejections, f"{launch.kernel.__name__}: {found.rejections}"
+    return found.comparisons
+
+
+@pytest.mark.parametrize("name", sorted(library_kernels()))
+def test_every_kernel_is_reached_by_a_declared_case(name: str, launches: dict[str, list[Launch]]) -> None:
+    assert launches[name], f"no case of any spec launches {name}: it is neither tested nor tuned by anything"
+
+
+@pytest.mark.parametrize("name", sorted(library_kernels()))
+def test_kernels_are_private_and_named_as_such(name: str) -> None:
+    assert name.startswith("_")
+    assert name.endswith("_kernel")
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_every_operator_has_a_triton_implementation_a_tiny_case_and_a_whole_docstring(spec: OpSpec) -> None:
+    implementations = [one for one in catalog.implementations().values() if one.op == spec.name]
+    ids = {one.backend_id for one in implementations}
+    assert ids >= {f"rlkernel.pytorch.{spec.name}", f"rlkernel.triton.{spec.name}"}
+    tiny = [case for case in spec.cases if case.name == "tiny"]
+    assert len(tiny) == 1
+    assert spec.tolerance.reason
+    assert set(spec.tolerance.epsilons) == set(spec.dtypes)
+    for implementation in implementations:
+        text = inspect.getdoc(implementation.call) or ""
+        missing = [section for section in ("Args:", "Returns:", "Raises:") if f"\n{section}\n" not in text]
+        assert not missing, f"{implementation.backend_id}: docstring without {', '.join(missing)}"
+        names = inspect.signature(implementation.call).parameters
+        unexplained = [name for name in names if f"    {name}:" not in text]
+        assert not unexplained, f"{implementation.backend_id}: docstring without {', '.join(unexplained)}"
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_implementations_take_the_same_arguments_as_the_reference(spec: OpSpec) -> None:
+    wanted = [(one.name, one.kind, one.default) for one in inspect.signature(spec.reference).parameters.values()]
+    for implementation in catalog.implementations().values():
+        if implementation.op == spec.name:
+            signature = inspect.signature(implementation.call)
+            assert [(one.name, one.kind, one.default) for one in signature.parameters.values()] == wanted
+
+
+def test_tiny_cases_are_small_enough_for_the_interpreter() -> None:
+    assert all(tensor.numel() <= 256 for sample in samples(of_cases("tiny")) for tensor in sample.inputs().args)

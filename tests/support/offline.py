@@ -1,0 +1,158 @@
+"""What the operators would launch on a card that is not there, compiled for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from rl_engine.backends import catalog
+from rl_engine.backends.shared.triton import compiler, operands
+from rl_engine.backends.shared.triton.autotuning import KernelLauncher
+from rl_engine.backends.spec import OpSpec
+from rl_engine.platforms import device
+from rl_engine.platforms.device import DeviceIdentity
+from rl_engine.platforms.tuning.key import Candidate
+from rl_engine.runtime.policy import autotune
+from tests.support.ops_inputs import DTYPES, Maker, run
+
+KIB = 1 << 10
+OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "waves_per_eu")
+MOST_ROWS = 64  # of a recorded case: nothing is computed, but inputs are made
+MORE_SIZES = {"rms_norm": {"rows": 3, "hidden": 20_000}}  # wider than a tile; no declared case is
+_TYPES = {
+    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16",
+    torch.int32: "i32", torch.int64: "i64", torch.bool: "i1",
+}  # fmt: skip
+Integers = Literal["sixteen", "one", "odd"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A card that kernels are compiled for; ``shared_bytes`` is what one program may use."""
+
+    triton: GPUTarget
+    identity: DeviceIdentity
+    shared_bytes: int
+
+
+def _target(kind: Literal["cuda", "hip"], arch: str, sm_count: int, shared_kib: int) -> Target:
+    triton_arch = int(arch.removeprefix("sm_")) if kind == "cuda" else arch
+    warp = 32 if kind == "cuda" else 64
+    return Target(GPUTarget(kind, triton_arch, warp), DeviceIdentity(kind, arch, arch, sm_count), shared_kib * KIB)
+
+
+# NVIDIA: CUDA C++ programming guide, shared memory of one block by compute capability. AMD: CDNA 3 and 4 manuals, LDS.
+TARGETS = {
+    "sm_80": _target("cuda", "sm_80", 108, 163),
+    "sm_90": _target("cuda", "sm_90", 132, 227),
+    "sm_100": _target("cuda", "sm_100", 148, 227),
+    "gfx942": _target("hip", "gfx942", 304, 64),
+    "gfx950": _target("hip", "gfx950", 256, 160),
+}
+
+
+@dataclass(frozen=True)
+class Specialisation:
+    """What a compiler may assume of arguments: where pointers begin, and what integers are."""
+
+    aligned: bool = True
+    integers: Integers = "sixteen"
+
+
+@dataclass(frozen=True)
+class Offline:
+    """One launch as it would be compiled: dtypes of pointers, values of constants, launch options."""
+
+    kernel: KernelLauncher
+    values: Mapping[str, Any]
+    options: Mapping[str, int]
+
+    def with_candidate(self, candidate: Candidate) -> Offline:
+        """Return the same launch with a candidate's options."""
+        chosen = dict(candidate.options)
+        values = {name: chosen.get(name, value) for name, value in self.values.items()}
+        return replace(self, values=values, options={name: chosen[name] for name in OPTIONS if name in chosen})
+
+    def candidates(self, identity: DeviceIdentity) -> tuple[Candidate, ...]:
+        """Return every launch that a tuner would consider on that card."""
+        sizes = {name: value for name, value in self.values.items() if not isinstance(value, torch.Tensor)}
+        return self.kernel.candidates(sizes, identity)
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """Everything but the integers that the compiler does not see."""
+        jitted = self.kernel.fn
+        constants = tuple((one.name, self.values[one.name]) for one in jitted.params if one.is_constexpr)
+        dtypes = tuple(one.dtype for one in self.values.values() if isinstance(one, torch.Tensor))
+        return (self.kernel.__name__, constants, dtypes, tuple(sorted(self.options.items())))
+
+
+def record(monkeypatch: pytest.MonkeyPatch, target: Target, dtype: str) -> list[Offline]:
+    """Return what every declared case launches on ``target``, forward and backward, without launching it."""
+    made: list[Offline] = []
+
+    def note(self: KernelLauncher, grid: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        values = {**dict(zip(self.fn.arg_names, args, strict=False)), **kwargs}
+        found = compiler.launch_grid(grid, values, {})
+        assert all(axis >= 1 for axis in found), f"{self.__name__}: grid {found}"
+        made.append(
+            Offline(
+                self,
+                {name: values[name] for name in self.fn.arg_names},
+                {name: values[name] for name in OPTIONS if name in values},
+            )
+        )
+
+    with monkeypatch.context() as patch, autotune("off"):
+        patch.setattr(KernelLauncher, "_run", note)
+        patch.setattr(operands, "unavailable", lambda _device_type: None)
+        patch.setattr(device, "identify", lambda _index: target.identity)
+        for spec in catalog.specs().values():
+            if dtype in spec.dtypes:
+                _call_every_case(spec, dtype)
+    return made
+
+
+def _call_every_case(spec: OpSpec, dtype: str) -> None:
+    op = catalog.implementations()[f"rlkernel.triton.{spec.name}"].call
+    calls = [(case.sizes, case.options) for case in spec.cases]
+    if spec.name in MORE_SIZES:
+        calls.append((MORE_SIZES[spec.name], {}))
+    for sizes, options in calls:
+        first = next(iter(sizes))
+        inputs = spec.inputs(Maker(DTYPES[dtype], device="cpu"), **{**sizes, first: min(sizes[first], MOST_ROWS)})
+        inputs = replace(inputs, kwargs={**inputs.kwargs, **options})
+        run(op, inputs, differentiate=spec.differentiable)
+
+
+def compile_offline(launch: Offline, target: Target, assumed: Specialisation) -> Any:
+    """Compile a launch as Triton would for arguments of which ``assumed`` holds; returns the compiled kernel."""
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    for index, parameter in enumerate(launch.kernel.fn.params):
+        name, value = parameter.name, launch.values[parameter.name]
+        if parameter.is_constexpr or value is None:
+            signature[name], constants[index,] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name] = f"*{_TYPES[value.dtype]}"
+            if assumed.aligned:
+                attributes[index,] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        elif not parameter.do_not_specialize and assumed.integers == "one":
+            signature[name], constants[index,] = "constexpr", 1
+        else:
+            signature[name] = "i32"
+            if not parameter.do_not_specialize and assumed.integers == "sixteen":
+                attributes[index,] = [["tt.divisibility", 16]]
+    source = ASTSource(launch.kernel.fn, signature, constants, attributes)
+    options = {**launch.options, **compiler.FIXED_OPTIONS}
+    return triton.compile(source, target=target.triton, options=options)

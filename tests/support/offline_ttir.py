@@ -1,0 +1,108 @@
+"""What a kernel's TTIR says about its bits and its writes, read from the text that every Triton version prints."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+_ARGUMENT = re.compile(r"%([\w$.-]+): ([^{,]*?)(?: \{[^}]*\})? loc\(")
+_REDUCE = re.compile(
+    r'"tt\.reduce"\([^)]*\) <\{axis = (?P<axis>\d+) : i32.*?\}> \(\{(?P<body>.*?)\}\) : \((?P<type>tensor<[^>]*>)',
+    re.DOTALL,
+)
+_RESULT = re.compile(r"^(%[\w$.-]+)(?::\d+)? = (.*)$")
+_NAME = re.compile(r"%[\w$.-]+(?:#\d+)?")
+# results that are a pointer into what these operands point into
+_FIRST_OPERAND = ("tt.addptr", "tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape", "tt.trans", "tt.bitcast")
+_LOOP_VARIABLE = re.compile(r"(%[\w$.-]+) = (%[\w$.-]+(?:#\d+)?)")
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """One ``tt.reduce``: how many values meet in one result, and by which operations."""
+
+    values: int
+    operations: tuple[str, ...]
+
+
+def reductions(ttir: str) -> list[Reduction]:
+    """Return every reduction of a kernel."""
+    found = []
+    for match in _REDUCE.finditer(ttir):
+        shape = match["type"].removeprefix("tensor<").split("x")
+        operations = tuple(re.findall(r"= ((?:arith|math|tt)\.\w+)", match["body"]))
+        found.append(Reduction(int(shape[int(match["axis"])]), operations))
+    assert len(found) == ttir.count('"tt.reduce"('), "a tt.reduce is printed in a way that is not understood"
+    return found
+
+
+def reordering(ttir: str) -> list[Reduction]:
+    """Return the floating-point reductions whose order a layout could choose: more than two values, no max or min."""
+    free = re.compile(r"arith\.(max|min)\w*f|arith\.(cmpf|select)|\w+\.\w+i$")
+    return [one for one in reductions(ttir) if one.values != 2 and not all(free.match(name) for name in one.operations)]
+
+
+@dataclass
+class Access:
+    """Names of the pointer arguments that a kernel stores to (atomics included), and loads from."""
+
+    written: set[str] = field(default_factory=set)
+    read: set[str] = field(default_factory=set)
+
+
+def access(ttir: str, parameters: list[str]) -> Access:
+    """Follow every pointer back to an argument; ``parameters`` are the names of those that are not constants."""
+    header = next(line for line in ttir.splitlines() if "tt.func public" in line)
+    arguments = _ARGUMENT.findall(header)
+    assert len(arguments) == len(parameters), f"{len(arguments)} arguments in the TTIR, {len(parameters)} in the kernel"
+    origins: dict[str, set[str]] = defaultdict(set)
+    for (argument, kind), parameter in zip(arguments, parameters, strict=True):
+        if "!tt.ptr" in kind:
+            origins[f"%{argument}"].add(parameter)
+    lines = [line.split(" loc(")[0].strip() for line in ttir.splitlines()]
+    size = -1
+    while size != sum(map(len, origins.values())):  # loops feed pointers back
+        size = sum(map(len, origins.values()))
+        _propagate(lines, origins)
+    found = Access()
+    for line in lines:
+        for operation, names in (("tt.store", found.written), ("tt.atomic", found.written), ("tt.load", found.read)):
+            match = re.search(rf"{re.escape(operation)}\w* [^%]*(%[\w$.-]+(?:#\d+)?)", line)
+            if match:
+                assert origins[match[1]], f"this pointer comes from nowhere: {line}"
+                names.update(origins[match[1]])
+            else:
+                assert not re.search(rf"(^|= ){re.escape(operation)}", line), f"not understood: {line}"
+    return found
+
+
+def _propagate(lines: list[str], origins: dict[str, set[str]]) -> None:
+    """Hand origins on from operands to results, once through the text."""
+    regions: list[tuple[str, list[str]]] = []  # result name and loop variables of every region that is open
+    for line in lines:
+        match = _RESULT.match(line)
+        result, operation = (match[1], match[2]) if match else ("", line)
+        names = _NAME.findall(operation)
+        if operation.startswith(_FIRST_OPERAND) and names:
+            origins[result] |= origins[names[0]]
+        elif operation.startswith("arith.select"):
+            origins[result] |= origins[names[1]] | origins[names[2]]
+        elif operation.startswith(("scf.yield", "scf.condition")) and regions:
+            owner, variables = regions[-1]
+            _hand_on(names, owner, variables, origins)
+        if operation.endswith("{") and "tt.func" not in operation and not operation.startswith("} else"):
+            pairs = _LOOP_VARIABLE.findall(operation.partition("iter_args")[2])
+            variables = [variable for variable, _start in pairs]
+            _hand_on([start for _variable, start in pairs], result, variables, origins)
+            regions.append((result, variables))
+        elif operation.startswith("}") and regions and not operation.startswith(("})", "} else")):
+            regions.pop()
+
+
+def _hand_on(names: list[str], owner: str, variables: list[str], origins: dict[str, set[str]]) -> None:
+    """Hand origins on to a region's results and loop variables, by position."""
+    for number, name in enumerate(names):
+        origins[owner if len(names) == 1 else f"{owner}#{number}"] |= origins[name]
+        for variable in variables[number : number + 1]:
+            origins[variable] |= origins[name]

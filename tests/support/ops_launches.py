@@ -1,0 +1,94 @@
+"""What operators launch, written down, and tuners as new processes would have them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rl_engine.backends.shared.triton import autotuning
+from rl_engine.backends.shared.triton.autotuning import KernelLauncher
+from rl_engine.backends.shared.triton.distinct import Failures, LaunchSite
+from rl_engine.backends.shared.triton.launch_trial import LaunchTrial
+from rl_engine.backends.shared.triton.qualification import BoundLaunch
+from rl_engine.platforms import device
+from rl_engine.platforms.autotuner import PersistentAutotuner, installed
+from rl_engine.platforms.tuning.events import EventLog
+from rl_engine.platforms.tuning.key import Candidate
+from rl_engine.platforms.tuning.store import Store
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a wrapped kernel, as its operator asked for it."""
+
+    kernel: KernelLauncher
+    grid: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Every argument by name."""
+        return self.kernel._signature.values(*self.args, **self.kwargs)
+
+    @property
+    def index(self) -> int:
+        """The device's index, -1 for the interpreter."""
+        return self.kernel._signature.index(*self.args, **self.kwargs)
+
+    def bound(self) -> BoundLaunch:
+        """Return it as the byte gate takes it."""
+        return self.kernel._bound(self.grid, self.values)
+
+    def candidates(self) -> tuple[Candidate, ...]:
+        """Return every launch that a tuner would consider, the fixed one first."""
+        return self.kernel.candidates(
+            self.kernel._signature.sizes(*self.args, **self.kwargs), device.identify(self.index)
+        )
+
+    def trial(self) -> LaunchTrial:
+        """Return the trial that a tuner would be handed."""
+        site = LaunchSite(self.kernel.fn, self.grid, self.values, self.index, "", Failures())
+        return LaunchTrial(site, self.bound(), identity=device.identify(self.index), warm=self.kernel.declaration.warm)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """Write down every launch made inside the block; the kernels run as ever."""
+    launches: list[Launch] = []
+    launch = KernelLauncher._launch
+
+    def noted(self: KernelLauncher, grid: Any, *args: Any, **kwargs: Any) -> None:
+        launches.append(Launch(self, grid, args, kwargs))
+        launch(self, grid, *args, **kwargs)
+
+    KernelLauncher._launch = noted  # type: ignore[method-assign]  # put back below
+    try:
+        yield launches
+    finally:
+        KernelLauncher._launch = launch  # type: ignore[method-assign]  # as it was
+
+
+def library_kernels() -> dict[str, KernelLauncher]:
+    """Return the package's own kernels by name, without those that tests declare."""
+    return {name: one for name, one in autotuning.kernels().items() if one.__module__.startswith("rl_engine.")}
+
+
+def forget() -> None:
+    """Empty the launch tables, as they are when a process begins."""
+    for kernel in autotuning.kernels().values():
+        kernel.forget()
+
+
+@contextlib.contextmanager
+def new_process(store: Store, *, budget_s: float = 600.0) -> Iterator[PersistentAutotuner]:
+    """Give the block a tuner and launch tables that remember nothing, over ``store``."""
+    forget()
+    tuner = PersistentAutotuner(store, budget_s=budget_s, log=EventLog())
+    try:
+        with installed(tuner):
+            yield tuner
+    finally:
+        forget()
