@@ -10,6 +10,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeVar
+from weakref import WeakValueDictionary
 
 from rl_engine import settings
 from rl_engine.errors import InvalidRecordError, StoreUnusableError, TrialUnavailableError
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 Source = Literal["tuned", "disk", "shared", "memory", "fixed"]
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 60.0
 _Result = TypeVar("_Result")
+_Name = TypeVar("_Name")
 logger = logging.getLogger("rl_engine")
 
 
@@ -92,9 +94,9 @@ class _Request:
 class _Book:
     """What this process knows; guarded by one lock. Selections by mode: what replay misses, ``on`` still measures."""
 
-    selections: dict[tuple[TuningKey, AutotuneMode], Selection] = field(default_factory=dict)
+    selections: dict[tuple[str, AutotuneMode], tuple[str, Selection]] = field(default_factory=dict)  # digest: kernel
     postponed: dict[str, _Postponed] = field(default_factory=dict)
-    in_flight: set[str] = field(default_factory=set)
+    in_flight: WeakValueDictionary[str, _Request] = field(default_factory=WeakValueDictionary)  # until its select ends
     missed: dict[TuningKey, None] = field(default_factory=dict)
     spent_s: float = 0.0
 
@@ -152,7 +154,7 @@ class PersistentAutotuner:
         """
         fixed = candidates[0]
         with self._lock:
-            known = self._book.selections.get((key, mode))
+            _kernel, known = self._book.selections.get((key.digest, mode), ("", None))
             if known is not None:
                 return Selection(known.winner, "memory", known.reason)
             waiting = self._book.postponed.get(key.digest)
@@ -160,15 +162,15 @@ class PersistentAutotuner:
                 return Selection(fixed, "fixed", waiting.reason, settled=False)
             if key.digest in self._book.in_flight:
                 return Selection(fixed, "fixed", "another thread is measuring this key", settled=False)
-            self._book.in_flight.add(key.digest)
+            request = self._book.in_flight[key.digest] = _Request(key, candidates, trial, mode, provenance)
         selection = None
         try:
-            selection = self._resolve(_Request(key, candidates, trial, mode, provenance))
+            selection = self._resolve(request)
         finally:
             with self._lock:  # in one step: a thread that saw neither would measure the key again
-                self._book.in_flight.discard(key.digest)
+                self._book.in_flight.pop(key.digest, None)
                 if selection is not None and selection.settled:
-                    self._book.selections[key, mode] = selection
+                    _keep(self._book.selections, (key.digest, mode), (key.kernel, selection))
                     self._book.postponed.pop(key.digest, None)
         return selection
 
@@ -176,23 +178,23 @@ class PersistentAutotuner:
         """Remember that ``key`` was met where nothing may be measured (a capture)."""
         with self._lock:
             new = key not in self._book.missed
-            self._book.missed[key] = None
+            _keep(self._book.missed, key, None)
         if new:
             self._emit("missed", key, reason="met under capture; the fixed launch was used")
 
     def missed(self) -> tuple[TuningKey, ...]:
         """Return the keys that were met under capture, in order, without those settled since."""
         with self._lock:
-            settled = {key for key, _mode in self._book.selections}
-            return tuple(key for key in self._book.missed if key not in settled)
+            settled = {digest for digest, _mode in self._book.selections}
+            return tuple(key for key in self._book.missed if key.digest not in settled)
 
     def report(self) -> Report:
         """Return what was decided so far, as data."""
         missed = self.missed()
         with self._lock:
             selections = tuple(
-                SelectionReport(key.kernel, key.digest, str(one.winner), one.source, one.reason)
-                for (key, _mode), one in self._book.selections.items()
+                SelectionReport(kernel, digest, str(one.winner), one.source, one.reason)
+                for (digest, _mode), (kernel, one) in self._book.selections.items()
             )
             return Report(self._log.counts(), self._book.spent_s, selections, missed)
 
@@ -253,24 +255,26 @@ class PersistentAutotuner:
                 record = TuningRecord.from_json(text)
                 record.check(request.key, request.candidates)
             except InvalidRecordError as error:
-                self._log.warn_once(request.key.kernel, f"the record {digest} ({source}) is not used: {error}")
+                reason = f"the record {digest} ({source}) is not used: {error}"
+                self._log.warn_once(request.key.kernel, reason, topic=f"bad record ({source})")  # a cache may hold many
                 continue
             return record, text, source
         return None
 
     def _measure(self, request: _Request) -> Selection:
-        began_s = self._clock()
-        ends_s = began_s + self._budget_s - self._book.spent_s
+        from_s = self._clock()
         trial = request.trial()
         try:
             qualified = trial.qualify(request.candidates)
-            measurement = measure(qualified.survivors, trial.sample, lambda: self._clock() >= ends_s)
+            measurement = measure(
+                qualified.survivors, trial.sample, lambda: self._book.spent_s + self._clock() - from_s >= self._budget_s
+            )
         except TrialUnavailableError as error:
             self._log.warn_once(request.key.kernel, f"{request.key.kernel} is not tuned: {error}")
             return self._fixed(request, str(error))
         finally:
             trial.close()
-            seconds = self._clock() - began_s
+            seconds = self._clock() - from_s
             with self._lock:
                 self._book.spent_s += seconds
         for rejection in qualified.rejections:
@@ -330,6 +334,13 @@ class PersistentAutotuner:
         self._log.emit(TuningEvent(kind, key.kernel, key.digest, winner, reason, seconds))
 
 
+def _keep(table: dict[_Name, _Result], name: _Name, value: _Result) -> None:
+    """Enter ``value``, and drop the oldest of more than `events.KEPT`: it is looked up again."""
+    table[name] = value
+    if len(table) > events.KEPT:
+        del table[next(iter(table))]
+
+
 _process: PersistentAutotuner | None = None
 _process_lock = threading.Lock()
 
@@ -366,6 +377,7 @@ def _after_fork_in_child() -> None:
     """Start anew: a lock that another thread of the parent held would be held for ever here."""
     global _process, _process_lock  # see process_autotuner
     _process, _process_lock = None, threading.Lock()
+    atexit.unregister(_log_summary)  # it would take the parent's locks
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

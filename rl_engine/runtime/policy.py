@@ -15,7 +15,16 @@ from rl_engine.settings import AutotuneMode
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["AutotuneMode", "LaunchPolicy", "RLKernelMode", "autotune", "launch_policy", "pinned", "rl_kernel_mode"]
+__all__ = [
+    "AutotuneMode",
+    "LaunchPolicy",
+    "RLKernelMode",
+    "autotune",
+    "launch_policy",
+    "pinned",
+    "process_policy",
+    "rl_kernel_mode",
+]
 
 Phase = Literal["forward", "backward"]
 
@@ -41,13 +50,14 @@ _ambient: ContextVar[LaunchPolicy | None] = ContextVar("rl_kernel_launch_policy"
 
 
 @functools.cache
-def _process_policy() -> LaunchPolicy:
+def process_policy() -> LaunchPolicy:
+    """Return the policy of this process, from RL_KERNEL_AUTOTUNE as it was at the first call."""
     return LaunchPolicy(settings.current().autotune)
 
 
 def launch_policy() -> LaunchPolicy:
     """Return the policy in force here: the innermost `autotune` block's, else the process's (RL_KERNEL_AUTOTUNE)."""
-    return _ambient.get() or _process_policy()
+    return _ambient.get() or process_policy()
 
 
 def rl_kernel_mode() -> RLKernelMode:

@@ -18,10 +18,10 @@ from rl_engine.runtime.policy import LaunchPolicy, RLKernelMode, autotune, launc
 @pytest.fixture(autouse=True)
 def read_again() -> Iterator[None]:
     """Let each test read its own environment, and the rest of the session theirs."""
-    for cached in (settings.current, policy._process_policy):
+    for cached in (settings.current, policy.process_policy):
         cached.cache_clear()
     yield
-    for cached in (settings.current, policy._process_policy):
+    for cached in (settings.current, policy.process_policy):
         cached.cache_clear()
 
 

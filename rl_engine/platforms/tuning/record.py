@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 SCHEMA = 1
 PROTOCOL = 1  # how candidates are compared; a record made under another protocol is not trusted
 _LAST_SECOND = 253_402_300_799  # of the year 9999: what a date can hold
+_SHOWN = 100  # characters of a stored value that a message quotes
 _Item = TypeVar("_Item")
 
 
@@ -114,11 +115,11 @@ class TuningRecord:
         differing = self.key.differs_from(key)
         if differing:
             name, stored, wanted = differing[0]
-            raise InvalidRecordError(f"key: {name} is {stored!r}, not {wanted!r}")
+            raise InvalidRecordError(f"key: {_short(name)} is {_short(repr(stored))}, not {_short(repr(wanted))}")
         if self.evidence.protocol != PROTOCOL:
             raise InvalidRecordError(f"evidence: protocol {self.evidence.protocol}, not {PROTOCOL}")
         if self.winner not in candidates:
-            raise InvalidRecordError(f"winner: {self.winner} is not among today's candidates")
+            raise InvalidRecordError(f"winner: {_short(str(self.winner))} is not among today's candidates")
 
 
 class _Fields:
@@ -191,6 +192,11 @@ class _Fields:
 
     def _invalid(self, name: str, problem: str) -> InvalidRecordError:
         return InvalidRecordError(f"{self._within}{name}: {problem}")
+
+
+def _short(text: str) -> str:
+    """Return ``text`` fit for a warning: what lies on disk may hold a megabyte, line breaks, or no text at all."""
+    return ascii(text)[1:-1][:_SHOWN]
 
 
 def _candidate(item: Any) -> Candidate:

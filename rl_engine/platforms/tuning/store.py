@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import stat
-import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from rl_engine.errors import InvalidRecordError, LocksUnusableError, StoreUnusableError
-from rl_engine.platforms.tuning.locks import try_acquire
+from rl_engine.platforms.tuning.locks import release, try_acquire
 from rl_engine.platforms.tuning.record import TuningRecord
 from rl_engine.platforms.tuning.trust import REMEDY, require_trusted
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 MAX_BYTES = 1 << 20  # a record of 64 candidates takes about 40 KiB
 _RECORD, _LOCK, _QUARANTINE = ".json", ".lock", ".quarantined"
 _ABANDONED_S = 3600.0  # a temporary file this old was left by a process that was killed
+_FAILING = {errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM}  # of the disk or process, not the file
+_NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}  # file systems that order renames in their own way
 
 
 class Store(Protocol):
@@ -124,8 +126,6 @@ class FileStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder.absolute()
         self._unusable = ""  # why this process leaves the folder alone from now on
-        self._held: set[str] = set()
-        self._guard = threading.Lock()
 
     def load(self, digest: str) -> str | None:
         """Return the record's text, or None; a missing folder is not made."""
@@ -141,20 +141,12 @@ class FileStore:
     def try_lock(self, digest: str) -> AbstractContextManager[None] | None:
         """Return the key's lock, held, or None where this or another process holds it."""
         self._make()
-        with self._guard:
-            if digest in self._held:
-                return None
-            self._held.add(digest)
-        lock: filelock.BaseFileLock | None = None
         try:
             lock = try_acquire(self.folder / (digest + _LOCK))
         except LocksUnusableError as error:
             self._unusable = f"{error}; {REMEDY}"
             raise StoreUnusableError(self._unusable) from error
-        finally:
-            if lock is None:
-                self._held.discard(digest)
-        return None if lock is None else self._holding(lock, digest)
+        return None if lock is None else _holding(lock)
 
     def quarantine(self, digest: str, text: str) -> None:
         """Move the record out of use; where the bad text came from a pack, keep it here so that it is not used."""
@@ -195,7 +187,10 @@ class FileStore:
         judged: list[tuple[int, str, str | None]] = []
         found: list[Pruned] = []
         for digest in self.digests():
-            text = self.load(digest)
+            try:
+                text = self.load(digest)
+            except StoreUnusableError:  # not readable at this moment: it may well be of use
+                continue
             record, reason = _judge(text, now_s, max_age_s, keep)
             if reason:
                 found += self._remove(digest, text, reason)
@@ -215,11 +210,11 @@ class FileStore:
         if lock is None:
             return []
         with lock:
-            if self.load(digest) != judged:
-                return []
             try:
+                if self.load(digest) != judged:
+                    return []
                 (self.folder / (digest + _RECORD)).unlink()
-            except OSError:  # gone already, or a folder lies in its place, which is not ours to empty
+            except OSError:  # gone already, not readable, or a folder in its place, which is not ours to empty
                 return []
         return [Pruned(digest, reason)]
 
@@ -228,14 +223,6 @@ class FileStore:
             with contextlib.suppress(OSError):  # its writer was faster, and took it away itself
                 if now_s - path.lstat().st_mtime > _ABANDONED_S:
                     path.unlink()
-
-    @contextlib.contextmanager
-    def _holding(self, lock: filelock.BaseFileLock, digest: str) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            lock.release()
-            self._held.discard(digest)
 
     def _present(self) -> bool:
         """Say whether the folder is there; raises StoreUnusableError where it is and must not be used."""
@@ -263,8 +250,10 @@ class FileStore:
                 with contextlib.suppress(FileExistsError):  # another process was faster; judged below
                     there.mkdir(mode=0o700)  # one by one: mkdir(parents=True) gives parents the umask's mode
                     there.chmod(0o700)  # whatever the umask took away
+        except StoreUnusableError:
+            raise
         except OSError as error:
-            raise StoreUnusableError(f"{self.folder}: cannot make it ({error}); {REMEDY}") from error
+            raise _unusable(self.folder, "cannot make it", error) from error
         if not self._present():  # a symbolic link that leads nowhere
             raise StoreUnusableError(f"{self.folder}: cannot make it; {REMEDY}")
 
@@ -280,10 +269,18 @@ class FileStore:
             temporary.replace(self.folder / name)
             _sync(self.folder)
         except OSError as error:
-            raise StoreUnusableError(f"{self.folder}: cannot write there ({error}); {REMEDY}") from error
+            raise _unusable(self.folder, "cannot write there", error) from error
         finally:
             with contextlib.suppress(OSError):  # gone already, unless something failed
                 temporary.unlink()
+
+
+@contextlib.contextmanager
+def _holding(lock: filelock.BaseFileLock) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        release(lock)
 
 
 def _judge(
@@ -297,6 +294,10 @@ def _judge(
     if max_age_s is not None and now_s - record.created_s > max_age_s:
         return None, "too old"
     return (record, "") if keep(record) else (None, "stale")
+
+
+def _unusable(folder: Path, problem: str, error: OSError) -> StoreUnusableError:
+    return StoreUnusableError(f"{folder}: {problem} ({error.strerror or error}); {REMEDY}")
 
 
 def _stat(folder: Path) -> os.stat_result | None:
@@ -313,16 +314,30 @@ def _sync(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:
+            raise
     finally:
         os.close(handle)
 
 
 def _read(path: Path) -> str | None:
-    """Return the text of a plain file of ours, at most `MAX_BYTES` long; None for anything else that lies there."""
+    """Return the text of a plain file of ours, at most `MAX_BYTES` long; None for anything else that lies there.
+
+    Raises StoreUnusableError where nothing can be read at this moment, whatever lies there.
+    """
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:  # absent, a symbolic link, not readable: no record
+        return _plain_text(path)
+    except UnicodeDecodeError:
         return None
+    except OSError as error:
+        if error.errno in _FAILING:
+            raise _unusable(path.parent, "cannot read there", error) from error
+        return None  # absent, a symbolic link, not readable: no record
+
+
+def _plain_text(path: Path) -> str | None:
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         info = os.fstat(handle)
         # no link at all: it was replaced since we opened it, and is whole
@@ -331,11 +346,12 @@ def _read(path: Path) -> str | None:
             return None
         with os.fdopen(handle, "rb", closefd=False) as file:  # refuses a folder, so only now
             return file.read(MAX_BYTES).decode("utf-8")
-    except (OSError, UnicodeDecodeError):
-        return None
     finally:
         os.close(handle)
 
 
 def _digests(folder: Path) -> tuple[str, ...]:
-    return tuple(sorted(path.stem for path in folder.glob("*" + _RECORD)))
+    try:
+        return tuple(sorted(path.stem for path in folder.glob("*" + _RECORD)))
+    except OSError as error:  # it went away while it was listed
+        raise _unusable(folder, "cannot list it", error) from error

@@ -1,4 +1,4 @@
-"""Whom a cache folder belongs to: write access to it is authority over launch selection (TRAPS.md 22)."""
+"""Whom a cache folder belongs to: write access to it is authority over launch selection."""
 
 from __future__ import annotations
 

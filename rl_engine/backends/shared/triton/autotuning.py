@@ -40,7 +40,7 @@ _Backward = TypeVar("_Backward", bound=Callable[..., Any])
 _kernels: dict[str, KernelLauncher] = {}
 # Triton's interpreter patches `triton.language` for the whole process: 34 of 160 launches from four threads failed.
 _interpreter_lock = threading.RLock()
-_in_child_of_cuda_process = False
+_in_child_of_cuda_process = _fork_inherits_cuda = False
 # A card of which nothing is known: a fixed launch may only be slower on it.
 _UNKNOWN = device.DeviceIdentity("cuda", "unknown", "unknown", sm_count=1)
 
@@ -269,13 +269,19 @@ def pinned_backward(backward: _Backward) -> _Backward:
     return run  # type: ignore[return-value]  # the same signature, which wraps() cannot tell
 
 
+def _before_fork() -> None:
+    """Note whether a child inherits a CUDA context: in the child itself, torch says that CUDA was never started."""
+    global _fork_inherits_cuda  # noqa: PLW0603  # read by the child; a child's own children inherit it too
+    _fork_inherits_cuda = _in_child_of_cuda_process or bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]  # torch
+
+
 def _after_fork_in_child() -> None:
-    """Locks held by other threads of the parent stay held for ever here; its CUDA context is not ours to use."""
+    """Start anew: locks held by the parent's other threads stay held for ever, its CUDA context is not ours to use."""
     global _interpreter_lock, _in_child_of_cuda_process  # noqa: PLW0603  # re-made for a new process
     _interpreter_lock = threading.RLock()
-    _in_child_of_cuda_process = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]  # torch
+    _in_child_of_cuda_process = _fork_inherits_cuda
     for kernel in _kernels.values():
         kernel.forget()
 
 
-os.register_at_fork(after_in_child=_after_fork_in_child)
+os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # RuntimeError of a compiler pass that failed ("PassManager::run failed").
 CANDIDATE_FAILURES = (TritonError, RuntimeError)
 
-# On every launch: the default flips in Triton 3.10, and the state is part of the bits (TRAPS.md 4).
+# On every launch: the default flips in Triton 3.10 (triton #11270), and the state is part of the bits.
 FIXED_OPTIONS = {"enable_fp_fusion": True}
 
 # Read when the kernels are decorated, as Triton reads it; a call later would stop torch.compile's tracing.
@@ -123,7 +123,7 @@ def load(compiled: Any) -> None:
 def launch_identity(compiled: Any, grid: tuple[int, ...]) -> str:
     """Return what makes two launches the same one: code, grid, warps, cluster and shared memory.
 
-    The grid is part of it: a persistent kernel has one binary for every grid size (TRAPS.md 6).
+    The grid is part of it: a persistent kernel has one binary for every grid size.
     """
     code = compiled.asm.get("cubin") or compiled.asm.get("hsaco")
     metadata = compiled.metadata

@@ -1,8 +1,9 @@
 """Operators inside ``torch.compile``: registered whole, so that tracing neither looks into a launch nor breaks on it.
 
 Eager calls go past this (a custom operator costs 8.5 to 16 us a call); an operator branches here where
-``torch.compiler.is_compiling()``. Inside a compiled region the policy in force when the graph runs applies, forward and
-backward: AOTAutograd offers no place to pin the forward's, and the bits are equal anyway.
+``torch.compiler.is_compiling()``. Inside a compiled region the process's policy applies (RL_KERNEL_AUTOTUNE), forward
+and backward, whatever `autotune` block is around: AOTAutograd offers no place to pin a forward's policy for a backward
+that runs on autograd's thread, where no context variable reaches, and the bits are equal anyway.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from rl_engine.runtime.policy import LaunchPolicy, launch_policy, pinned
+from rl_engine.runtime.policy import LaunchPolicy, pinned, process_policy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +37,7 @@ def graph_operator(
 
     @functools.wraps(launch)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with pinned(LaunchPolicy(launch_policy().mode, phase)):
+        with pinned(LaunchPolicy(process_policy().mode, phase)):
             return launch(*args, **kwargs)
 
     operator = torch.library.custom_op(f"rl_kernel::{name}", run, mutates_args=())

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from rl_engine.platforms.tuning.key import Candidate
 
-REPEATS = 4  # launches of a candidate on one input set; races show from run to run (PEERS: fla 945)
+REPEATS = 4  # launches of a candidate on one input set; races show from run to run (flash-linear-attention #945)
 _SEED = 0x5EED
 
 
