@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rl_engine import settings
 from rl_engine.backends.shared.triton import autotuning
 from rl_engine.backends.shared.triton.autotuning import KernelLauncher
 from rl_engine.backends.shared.triton.distinct import Failures, LaunchSite
@@ -17,6 +19,7 @@ from rl_engine.platforms.autotuner import PersistentAutotuner, installed
 from rl_engine.platforms.tuning.events import EventLog
 from rl_engine.platforms.tuning.key import Candidate
 from rl_engine.platforms.tuning.store import Store
+from rl_engine.runtime import policy
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,22 @@ def recorded() -> Iterator[list[Launch]]:
 def library_kernels() -> dict[str, KernelLauncher]:
     """Return the package's own kernels by name, without those that tests declare."""
     return {name: one for name, one in autotuning.kernels().items() if one.__module__.startswith("rl_engine.")}
+
+
+@contextlib.contextmanager
+def process_mode(mode: str) -> Iterator[None]:
+    """Run the block as if RL_KERNEL_AUTOTUNE had been ``mode`` when the process began."""
+    cached = (settings.current, policy.process_policy)
+    before = os.environ.get("RL_KERNEL_AUTOTUNE", "")
+    try:
+        os.environ["RL_KERNEL_AUTOTUNE"] = mode
+        for one in cached:
+            one.cache_clear()
+        yield
+    finally:
+        os.environ["RL_KERNEL_AUTOTUNE"] = before
+        for one in cached:
+            one.cache_clear()
 
 
 def forget() -> None:

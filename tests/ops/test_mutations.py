@@ -1,0 +1,94 @@
+"""Broken on purpose (CASES.md B84): what operators, launcher and byte gate are tested by fails when it must."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rl_engine.backends.shared.triton import qualification
+from rl_engine.backends.shared.triton.autotuning import KernelLauncher
+from rl_engine.platforms.tuning.store import FileStore
+from rl_engine.runtime.policy import autotune
+from tests.ops import test_adapter_launch, test_operators, test_operators_tuning
+from tests.support.ops_inputs import DEVICE, Sample, samples, triton_op
+from tests.support.ops_launches import library_kernels, recorded
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FileStore:
+    return FileStore(tmp_path / "cache")
+
+
+def _sample(name: str, case: str) -> Sample:
+    (found,) = samples(lambda one: (one.spec.name, one.case.name, one.dtype) == (name, case, "float32"))
+    return found
+
+
+def _zero_dx(patch: pytest.MonkeyPatch) -> None:
+    module = "rl_engine.backends.shared.triton.norm.rms_norm"
+    patch.setattr(f"{module}._backward_dx", lambda x, _weight, _rstd, _dy: torch.zeros_like(x))
+
+
+def _grpo(patch: pytest.MonkeyPatch, change: Callable[..., Any]) -> None:
+    from rl_engine.backends.shared.triton.loss import grpo_loss
+
+    patch.setattr(grpo_loss, "_forward", functools.partial(change, grpo_loss._forward))
+
+
+def _without_kl(forward: Callable[..., Any], *args: Any) -> Any:
+    return forward(*args[:7], 0.0, *args[8:])  # beta
+
+
+def _scaled_normaliser(forward: Callable[..., Any], *args: Any) -> Any:
+    losses, slope, weight = forward(*args)
+    return losses, slope, weight * 99
+
+
+@pytest.mark.parametrize(
+    ("mutate", "sample"),
+    [
+        (_zero_dx, _sample("rms_norm", "odd")),
+        (lambda patch: _grpo(patch, _without_kl), _sample("grpo_loss", "odd")),
+        (lambda patch: _grpo(patch, _scaled_normaliser), _sample("grpo_loss", "odd")),
+    ],
+    ids=["dx is zero", "no KL", "normaliser times 99"],
+)
+def test_b84_the_comparison_with_the_reference_fails_for_broken_operators(
+    mutate: Callable[[pytest.MonkeyPatch], None], sample: Sample, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = test_operators.test_outputs_and_gradients_are_the_float64_references_within_the_declared_tolerance
+    check(sample)
+    mutate(monkeypatch)
+    with pytest.raises(AssertionError, match=r"gradient of argument 0|output 0"):
+        check(sample)
+
+
+def test_b84_a_launcher_that_always_takes_the_first_candidate_is_noticed(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = test_adapter_launch.test_b22_every_launch_after_the_choice_carries_exactly_the_winners_options
+    monkeypatch.setattr(KernelLauncher, "_choose", lambda *_args: {"BLOCK": 1024, "num_warps": 4})
+    with pytest.raises(AssertionError, match=r"launch 1\b"):
+        check(store, monkeypatch)
+
+
+def test_b84_a_gate_that_compares_nothing_is_noticed(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    check = test_adapter_launch.test_b26_candidates_that_write_only_a_part_are_rejected_however_fast
+    monkeypatch.setattr(qualification, "_equal", lambda _ours, _theirs: True)
+    with pytest.raises((AssertionError, KeyError)):
+        check(store, monkeypatch)
+
+
+def test_b84_a_comparison_of_no_pair_is_noticed() -> None:
+    with recorded() as launches, autotune("off"):
+        triton_op("silu")(torch.ones(1000, device=DEVICE))
+    check = test_operators_tuning.test_every_candidate_gives_the_fixed_launchs_bytes
+    assert library_kernels()["_silu_fwd_kernel"].declaration.neutral.keys() != {"num_warps"}
+    check("_silu_fwd_kernel", {"_silu_fwd_kernel": launches})
+    with pytest.raises(AssertionError):
+        check("_silu_fwd_kernel", {"_silu_fwd_kernel": []})
