@@ -1,4 +1,4 @@
-"""What only a card can show: streams, captures, autograd's threads, other generators (CASES.md B18, B27)."""
+"""What only a card can show: streams, captures, autograd's threads, other generators (cases B18, B27)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that may change the code or the speed of a launch changes its keys (CASES.md B48)."""
+"""Everything that may change the code or the speed of a launch changes its keys (cases B48)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The launch adapter around toy kernels: what is launched, with which options, on whose memory (CASES.md)."""
+"""The launch adapter around toy kernels: what is launched, with which options, on whose memory."""
 
 from __future__ import annotations
 

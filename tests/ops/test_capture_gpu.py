@@ -1,4 +1,4 @@
-"""First launches inside a CUDA graph's capture (CASES.md B02, B64): the capture holds, and nothing else happens."""
+"""First launches inside a CUDA graph's capture (cases B02, B64): the capture holds, and nothing else happens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trials from public bug reports (CASES.md): the GRPO loss, by the PyTorch reference and by the Triton operator."""
+"""Trials from public bug reports (cases): the GRPO loss, by the PyTorch reference and by the Triton operator."""
 
 from __future__ import annotations
 

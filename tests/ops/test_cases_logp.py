@@ -1,4 +1,4 @@
-"""Trials from public bug reports (CASES.md): log-probabilities, by the PyTorch reference and by the Triton operator."""
+"""Trials from public bug reports (cases): log-probabilities, by the PyTorch reference and by the Triton operator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trials from public bug reports (CASES.md): RMSNorm and SwiGLU, by the PyTorch and by the Triton operator."""
+"""Trials from public bug reports (cases): RMSNorm and SwiGLU, by the PyTorch and by the Triton operator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Candidates that do not compile, load, run, repeat or end: each costs once, and none costs the call (CASES.md)."""
+"""Candidates that do not compile, load, run, repeat or end: each costs once, and none costs the call."""
 
 from __future__ import annotations
 

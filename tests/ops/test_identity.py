@@ -1,4 +1,4 @@
-"""What a record is valid for: this code, on this card (CASES.md B32, B75)."""
+"""What a record is valid for: this code, on this card (cases B32, B75)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Broken on purpose (CASES.md B84): what operators, launcher and byte gate are tested by fails when it must."""
+"""Broken on purpose (cases B84): what operators, launcher and byte gate are tested by fails when it must."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams around a measurement (CASES.md B18, B78): after the caller's, the caller's after it, nobody else's."""
+"""Streams around a measurement (cases B18, B78): after the caller's, the caller's after it, nobody else's."""
 
 from __future__ import annotations
 

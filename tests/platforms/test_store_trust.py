@@ -176,6 +176,12 @@ def test_a_file_where_a_folder_should_be_is_unusable(tmp_path: Path) -> None:
         PackStore(tmp_path / "file" / "below").load(DIGEST)
 
 
+def test_a_folder_that_cannot_be_made_says_why_once() -> None:
+    with pytest.raises(StoreUnusableError, match=r"^/proc/rl: cannot make it \(No such file or directory\); ") as error:
+        FileStore(Path("/proc/rl")).publish(DIGEST, "text")
+    assert str(error.value).count(REMEDY) == 1
+
+
 def test_a_missing_pack_is_empty_and_not_made(tmp_path: Path) -> None:
     pack = PackStore(tmp_path / "absent")
     assert (pack.load(DIGEST), pack.digests()) == (None, ())

@@ -191,11 +191,11 @@ class FileStore:
                 text = self.load(digest)
             except StoreUnusableError:  # not readable at this moment: it may well be of use
                 continue
-            record, reason = _judge(text, now_s, max_age_s, keep)
-            if reason:
-                found += self._remove(digest, text, reason)
-            elif record is not None:
-                judged.append((record.created_s, digest, text))
+            verdict = _judge(text, now_s, max_age_s, keep)
+            if isinstance(verdict, str):
+                found += self._remove(digest, text, verdict)
+            else:
+                judged.append((verdict.created_s, digest, text))
         size = sum(len(text or "") for _created, _digest, text in judged)
         for _created_s, digest, text in sorted(judged) if max_bytes is not None else ():
             if max_bytes is None or size <= max_bytes:
@@ -219,7 +219,7 @@ class FileStore:
         return [Pruned(digest, reason)]
 
     def _sweep(self, now_s: float) -> None:
-        for path in self.folder.glob(".*.tmp"):
+        for path in _listed(self.folder, ".*.tmp"):
             with contextlib.suppress(OSError):  # its writer was faster, and took it away itself
                 if now_s - path.lstat().st_mtime > _ABANDONED_S:
                     path.unlink()
@@ -285,15 +285,15 @@ def _holding(lock: filelock.BaseFileLock) -> Iterator[None]:
 
 def _judge(
     text: str | None, now_s: float, max_age_s: float | None, keep: Callable[[TuningRecord], bool]
-) -> tuple[TuningRecord | None, str]:
-    """Return a record and no reason, or the reason to remove it."""
+) -> TuningRecord | str:
+    """Return the record, or the reason to remove it."""
     try:
         record = TuningRecord.from_json(text or "")
     except InvalidRecordError as error:
-        return None, f"broken: {error}"
+        return f"broken: {error}"
     if max_age_s is not None and now_s - record.created_s > max_age_s:
-        return None, "too old"
-    return (record, "") if keep(record) else (None, "stale")
+        return "too old"
+    return record if keep(record) else "stale"
 
 
 def _unusable(folder: Path, problem: str, error: OSError) -> StoreUnusableError:
@@ -351,7 +351,11 @@ def _plain_text(path: Path) -> str | None:
 
 
 def _digests(folder: Path) -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in _listed(folder, "*" + _RECORD)))
+
+
+def _listed(folder: Path, pattern: str) -> tuple[Path, ...]:
     try:
-        return tuple(sorted(path.stem for path in folder.glob("*" + _RECORD)))
+        return tuple(folder.glob(pattern))
     except OSError as error:  # it went away while it was listed
         raise _unusable(folder, "cannot list it", error) from error
