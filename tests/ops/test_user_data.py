@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -318,6 +319,7 @@ def full_card() -> Iterator[Callable[[int], torch.Tensor]]:
     """Yield a function that fills the card except for so many bytes."""
 
     def fill(left: int) -> torch.Tensor:
+        gc.collect()  # what earlier tests left in cycles would be freed while this one counts
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         return torch.empty(torch.cuda.mem_get_info()[0] - left, dtype=torch.uint8, device="cuda")
