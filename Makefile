@@ -39,19 +39,19 @@ lint-imports: $(READY)
 
 test-core: $(READY)  ## the tuner, the registry, the command line, the main job: no Triton kernel runs here
 	rm -f .coverage .coverage.*
-	$(PYTEST) tests/platforms tests/runtime tests/benchmarks --cov --cov-report=term
+	$(PYTEST) tests/platforms tests/runtime tests/benchmarks --cov --cov-report=term --max-skipped 10
 
 test-reliability: $(READY)  ## faults, kills, many processes, hostile files
-	$(PYTEST) tests/reliability
+	$(PYTEST) tests/reliability --max-skipped 10
 
 fuzz: $(READY)  ## hostile records for ten minutes
 	$(RUN) -m tests.reliability.fuzz --seconds 600
 
 test-offline: $(READY)  ## kernels compiled for five architectures, none of them here
-	$(PYTEST) tests/build
+	$(PYTEST) tests/build --max-skipped 0
 
 test-interpreted: $(READY)  ## kernels run by Triton's interpreter; it reads the variable at decoration: own process
-	TRITON_INTERPRET=1 $(PYTEST) tests/ops
+	TRITON_INTERPRET=1 $(PYTEST) tests/ops --max-skipped 50
 
 test-gpu:  ## on a machine with a GPU and its own torch and Triton: make test-gpu VENV=off
 	RL_KERNEL_AUTOTUNE=0 $(PYTEST) tests/ops tests/platforms tests/runtime

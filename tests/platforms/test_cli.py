@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -187,6 +188,17 @@ def test_a_folder_of_broken_records_only_is_a_failure(rl_kernel: Run, tmp_path: 
     code, printed, complaint = rl_kernel("list", "--cache-dir", store.folder)
     assert (code, printed) == (1, "")
     assert complaint.startswith(f"rl-kernel: {store.folder}/{'ab' * 32}.json: not JSON")
+
+
+def test_a_reader_that_has_seen_enough_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def cut_off(_arguments: object) -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setitem(cli._COMMANDS, "list", replace(cli._COMMANDS["list"], run=cut_off))
+    assert cli.main(["list"]) == 0
+    assert capfd.readouterr() == ("", "")
 
 
 def test_an_empty_folder_has_no_records_and_is_not_made(rl_kernel: Run, tmp_path: Path) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import errno
 import fcntl
 import inspect
 import os
-import threading
-from typing import TYPE_CHECKING, Any
+import queue
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import filelock
 
@@ -24,8 +25,39 @@ _STRICT: dict[str, Any] = (
     {"fallback_to_soft": False} if "fallback_to_soft" in inspect.signature(filelock.FileLock).parameters else {}
 )
 
+_Signal: TypeAlias = "queue.SimpleQueue[None]"
 
-def try_acquire(path: Path) -> filelock.BaseFileLock | None:
+
+class Lease:
+    """A lock that is held: until `release`, the end of a ``with`` block, or nobody refers to it any more.
+
+    The lock belongs to the thread that took it, which lets it go when told, through queues written in C: Ctrl-C cuts
+    none of their calls in two. It could stop filelock half-way, with a lock held for good, and where it hits
+    `threading.Event.wait`, CPython may raise "release unlocked lock" in its place.
+    """
+
+    def __init__(self, told: _Signal, ended: _Signal) -> None:
+        self._told = told
+        self._ended = ended
+
+    def release(self) -> None:
+        """Let the lock go, and wait for that no longer than for a try."""
+        self._told.put(None)
+        with contextlib.suppress(queue.Empty):
+            self._ended.get(timeout=PATIENCE_S)
+            self._ended.put(None)  # for whoever asks again
+
+    def __enter__(self) -> None:
+        """Hold on to the lock."""
+
+    def __exit__(self, *_error: object) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        self._told.put(None)  # interrupted before it was entered
+
+
+def try_acquire(path: Path) -> Lease | None:
     """Return the lock at ``path``, held, or None where somebody else holds it.
 
     Raises:
@@ -35,10 +67,16 @@ def try_acquire(path: Path) -> filelock.BaseFileLock | None:
     """
     attempt = _Attempt(path)
     try:
-        threading.Thread(target=attempt.run, name="rl_kernel try-lock", daemon=True).start()
+        _thread.start_new_thread(attempt.run, ())  # threading.Thread.start waits on an Event: see Lease
+        return attempt.outcome()
+    except LocksUnusableError:
+        attempt.abandon()
+        raise
     except RuntimeError as error:  # a limit on threads, or an interpreter that is shutting down
         raise StoreUnusableError(f"{path.parent}: cannot lock there ({error})") from error
-    return attempt.outcome()
+    except KeyboardInterrupt:
+        attempt.lease().release()
+        raise
 
 
 def _is_free(path: Path) -> bool:
@@ -59,71 +97,50 @@ def _is_free(path: Path) -> bool:
     return True
 
 
-def release(lock: filelock.BaseFileLock) -> None:
-    """Let ``lock`` go, in a thread of its own that is waited for no longer than for a try.
-
-    filelock is called in such threads only: Ctrl-C hits the main thread, where it might leave a lock of filelock held.
-    Where letting go fails, the lock ends with its descriptor, at the latest with this process.
-    """
-    thread = threading.Thread(target=_let_go, args=(lock,), name="rl_kernel unlock", daemon=True)
-    try:
-        thread.start()
-    except RuntimeError:  # see try_acquire
-        _let_go(lock)
-    else:
-        thread.join(PATIENCE_S)
-
-
-def _let_go(lock: filelock.BaseFileLock) -> None:
-    with contextlib.suppress(OSError):
-        lock.release()
-
-
 class _Attempt:
-    """One try in a thread of its own, which may outlive the caller's patience."""
+    """One try in a thread of its own, which may outlive the caller's patience, and holds what it was granted."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._lock: filelock.BaseFileLock | None = None  # once it is held
-        self._guard = threading.Lock()
-        self._answered = threading.Event()
-        self._abandoned = False
+        self._answered: _Signal = queue.SimpleQueue()
+        self._held = False
         self._error: OSError | RuntimeError | None = None
+        self._told: _Signal = queue.SimpleQueue()
+        self._ended: _Signal = queue.SimpleQueue()
 
     def run(self) -> None:
+        lock: filelock.BaseFileLock | None = None
         try:
             if _is_free(self._path):
-                # not thread-local: acquired in this thread, released in another
-                lock = filelock.FileLock(self._path, timeout=0, mode=0o600, thread_local=False, **_STRICT)
+                lock = filelock.FileLock(self._path, timeout=0, mode=0o600, **_STRICT)
                 lock.acquire()
-                self._lock = lock
+                self._held = True
         except filelock.Timeout:
             pass  # held elsewhere
         except (OSError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
             self._error = error
-        with self._guard:
-            self._answered.set()
-            if self._abandoned and self._lock is not None:
-                _let_go(self._lock)
+        self._answered.put(None)
+        if lock is not None and self._held:
+            self._told.get()
+            with contextlib.suppress(OSError, RuntimeError):  # it ends with its descriptor
+                lock.release()
+        self._ended.put(None)
 
-    def outcome(self) -> filelock.BaseFileLock | None:
-        answered = False
+    def lease(self) -> Lease:
+        return Lease(self._told, self._ended)
+
+    def abandon(self) -> None:
+        self._told.put(None)
+
+    def outcome(self) -> Lease | None:
         try:
-            answered = self._answered.wait(PATIENCE_S)
-        finally:  # also where Ctrl-C interrupts the wait
-            if not answered:
-                self._abandon()
-        if not answered:
-            raise LocksUnusableError(f"{self._path.parent}: a lock call there did not answer in {PATIENCE_S:g} s")
+            self._answered.get(timeout=PATIENCE_S)
+        except queue.Empty:
+            problem = f"{self._path.parent}: a lock call there did not answer in {PATIENCE_S:g} s"
+            raise LocksUnusableError(problem) from None
         if self._error is None:
-            return self._lock
+            return self.lease() if self._held else None
         number = getattr(self._error, "errno", None)
         if number in _NO_LOCKS or isinstance(self._error, NotImplementedError):
             raise LocksUnusableError(f"{self._path.parent}: its file system has no locks ({self._error})")
         raise StoreUnusableError(f"{self._path.parent}: cannot lock there ({self._error})") from self._error
-
-    def _abandon(self) -> None:
-        with self._guard:
-            self._abandoned = True
-            if self._lock is not None:
-                release(self._lock)

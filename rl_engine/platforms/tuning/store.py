@@ -11,16 +11,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from rl_engine.errors import InvalidRecordError, LocksUnusableError, StoreUnusableError
-from rl_engine.platforms.tuning.locks import release, try_acquire
+from rl_engine.platforms.tuning.locks import try_acquire
 from rl_engine.platforms.tuning.record import TuningRecord
 from rl_engine.platforms.tuning.trust import REMEDY, require_trusted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-    import filelock
 
 MAX_BYTES = 1 << 20  # a record of 64 candidates takes about 40 KiB
 _RECORD, _LOCK, _QUARANTINE = ".json", ".lock", ".quarantined"
@@ -142,11 +141,10 @@ class FileStore:
         """Return the key's lock, held, or None where this or another process holds it."""
         self._make()
         try:
-            lock = try_acquire(self.folder / (digest + _LOCK))
+            return try_acquire(self.folder / (digest + _LOCK))
         except LocksUnusableError as error:
             self._unusable = f"{error}; {REMEDY}"
             raise StoreUnusableError(self._unusable) from error
-        return None if lock is None else _holding(lock)
 
     def quarantine(self, digest: str, text: str) -> None:
         """Move the record out of use; where the bad text came from a pack, keep it here so that it is not used."""
@@ -273,14 +271,6 @@ class FileStore:
         finally:
             with contextlib.suppress(OSError):  # gone already, unless something failed
                 temporary.unlink()
-
-
-@contextlib.contextmanager
-def _holding(lock: filelock.BaseFileLock) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        release(lock)
 
 
 def _judge(
