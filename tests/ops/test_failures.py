@@ -292,7 +292,8 @@ distinct.COMPILE_PATIENCE_S = 0.2
 compiler = FakeCompiler(pytest.MonkeyPatch())
 compiler.on_compile = lambda asked: time.sleep(600) if asked["BLOCK"] == 256 else None
 x = torch.zeros(1000, device="cuda" if torch.cuda.is_available() else "cpu")
-print(add_one(x).unique().tolist(), [thread.name for thread in threading.enumerate() if thread.daemon], flush=True)
+found = add_one(x).unique().tolist()
+print(found, [thread.name for thread in threading.enumerate() if thread.name.startswith("rl_kernel")], flush=True)
 """
 
 
