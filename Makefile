@@ -6,6 +6,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 TRITON := triton==3.9.0
+WORKERS ?= 2
 OUT ?= artifacts/demo
 
 ifeq ($(VENV),off)
@@ -48,10 +49,10 @@ fuzz: $(READY)  ## hostile records for ten minutes
 	$(RUN) -m tests.reliability.fuzz --seconds 600
 
 test-offline: $(READY)  ## kernels compiled for five architectures, none of them here
-	$(PYTEST) tests/build --max-skipped 0
+	$(PYTEST) tests/build -n $(WORKERS) --max-skipped 0
 
 test-interpreted: $(READY)  ## kernels run by Triton's interpreter; it reads the variable at decoration: own process
-	TRITON_INTERPRET=1 $(PYTEST) tests/ops --max-skipped 50
+	TRITON_INTERPRET=1 $(PYTEST) tests/ops -n $(WORKERS) --max-skipped 120
 
 test-gpu:  ## on a machine with a GPU and its own torch and Triton: make test-gpu VENV=off
 	RL_KERNEL_AUTOTUNE=0 $(PYTEST) tests/ops tests/platforms tests/runtime

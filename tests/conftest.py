@@ -13,6 +13,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     allowed = session.config.getoption("--max-skipped")
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None:
+        return  # a worker of pytest-xdist: its controller counts
     skipped = len(reporter.stats.get("skipped", ()))
     if allowed is not None and skipped > allowed:
         reporter.write_line(f"{skipped} tests were skipped, {allowed} may be; see the reasons above")

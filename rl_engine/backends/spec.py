@@ -57,6 +57,14 @@ class Tolerance:
 
 
 @dataclass(frozen=True)
+class Traffic:
+    """Bytes that one call must move at the least: every input read once, every output written once."""
+
+    forward: int
+    backward: int = 0
+
+
+@dataclass(frozen=True)
 class OpSpec:
     """Everything the project knows of an operator except how it is computed on a card."""
 
@@ -70,6 +78,7 @@ class OpSpec:
     dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16")
     differentiable: bool = True
     rowwise: bool = True  # row r of every output depends on row r of the inputs only
+    traffic: Callable[..., Traffic] | None = None  # (itemsize, **sizes and options of a case), where a case is timed
 
 
 @dataclass(frozen=True)

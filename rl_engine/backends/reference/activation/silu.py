@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rl_engine.backends.reference.dtypes import require_float, wide
-from rl_engine.backends.spec import Case, InputMaker, Inputs, Tolerance, operator
+from rl_engine.backends.spec import Case, InputMaker, Inputs, Tolerance, Traffic, operator
 
 if TYPE_CHECKING:
     import torch
@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 
 def _inputs(make: InputMaker, rows: int, cols: int) -> Inputs:
     return Inputs((make.normal(rows, cols, scale=3.0),))
+
+
+def _traffic(itemsize: int, rows: int, cols: int) -> Traffic:
+    return Traffic(forward=2 * itemsize * rows * cols, backward=3 * itemsize * rows * cols)
 
 
 @operator(
@@ -28,6 +32,7 @@ def _inputs(make: InputMaker, rows: int, cols: int) -> Inputs:
         Case("thr", {"rows": 16384, "cols": 12288}, tags=frozenset({"speed"})),
     ),
     tolerance=Tolerance({"float32": 8, "float16": 1, "bfloat16": 1}, "exp, a division and three products in fp32"),
+    traffic=_traffic,
 )
 def silu(x: torch.Tensor) -> torch.Tensor:
     """Return ``x * sigmoid(x)``, computed in fp32 (fp64 for fp64) and rounded once.

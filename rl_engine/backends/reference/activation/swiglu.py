@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rl_engine.backends.reference.dtypes import require_float, wide
-from rl_engine.backends.spec import Case, InputMaker, Inputs, Tolerance, operator
+from rl_engine.backends.spec import Case, InputMaker, Inputs, Tolerance, Traffic, operator
 
 if TYPE_CHECKING:
     import torch
@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 
 def _inputs(make: InputMaker, rows: int, cols: int) -> Inputs:
     return Inputs((make.normal(rows, cols, scale=3.0), make.normal(rows, cols)), differentiable=(0, 1))
+
+
+def _traffic(itemsize: int, rows: int, cols: int) -> Traffic:
+    return Traffic(forward=3 * itemsize * rows * cols, backward=5 * itemsize * rows * cols)
 
 
 @operator(
@@ -29,6 +33,7 @@ def _inputs(make: InputMaker, rows: int, cols: int) -> Inputs:
         Case("thr-moe", {"rows": 131072, "cols": 768}, tags=frozenset({"speed"})),
     ),
     tolerance=Tolerance({"float32": 8, "float16": 1, "bfloat16": 1}, "exp, a division and four products in fp32"),
+    traffic=_traffic,
 )
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Return ``silu(gate) * up``, computed in fp32 (fp64 for fp64) and rounded once.
