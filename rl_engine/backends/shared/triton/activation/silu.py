@@ -36,8 +36,8 @@ def _silu_slope(x):
     admits=elementwise.admits,
 )
 @triton.jit(do_not_specialize=["n_rows", "n_cols"])
-def _silu_fwd_kernel(x_ptr, y_ptr, n_rows, n_cols, x_stride, y_stride, BLOCK: tl.constexpr):
-    row, start, left = block_of_row(n_cols, BLOCK)
+def _silu_fwd_kernel(x_ptr, y_ptr, n_rows, n_cols, x_stride, y_stride, ONE_ROW: tl.constexpr, BLOCK: tl.constexpr):
+    row, start, left = block_of_row(n_cols, ONE_ROW, BLOCK)
     lane = tl.arange(0, BLOCK)
     x_ptr += row * x_stride + start
     y_ptr += row * y_stride + start
@@ -58,8 +58,10 @@ def _silu_fwd_kernel(x_ptr, y_ptr, n_rows, n_cols, x_stride, y_stride, BLOCK: tl
     admits=elementwise.admits,
 )
 @triton.jit(do_not_specialize=["n_rows", "n_cols"])
-def _silu_bwd_kernel(x_ptr, dy_ptr, dx_ptr, n_rows, n_cols, x_stride, dy_stride, dx_stride, BLOCK: tl.constexpr):
-    row, start, left = block_of_row(n_cols, BLOCK)
+def _silu_bwd_kernel(
+    x_ptr, dy_ptr, dx_ptr, n_rows, n_cols, x_stride, dy_stride, dx_stride, ONE_ROW: tl.constexpr, BLOCK: tl.constexpr
+):
+    row, start, left = block_of_row(n_cols, ONE_ROW, BLOCK)
     lane = tl.arange(0, BLOCK)
     x_ptr += row * x_stride + start
     dy_ptr += row * dy_stride + start
@@ -79,7 +81,7 @@ def _forward(x: torch.Tensor) -> torch.Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
         x, out = elementwise.rows_of(x, y)
-        _silu_fwd_kernel[elementwise.grid](x, out, *x.shape, x.stride(0), out.stride(0))
+        _silu_fwd_kernel[elementwise.grid](x, out, *x.shape, x.stride(0), out.stride(0), ONE_ROW=len(x) == 1)
     return y
 
 
@@ -87,7 +89,9 @@ def _backward(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
         x, dy, out = elementwise.rows_of(x, dy, dx)
-        _silu_bwd_kernel[elementwise.grid](x, dy, out, *x.shape, x.stride(0), dy.stride(0), out.stride(0))
+        _silu_bwd_kernel[elementwise.grid](
+            x, dy, out, *x.shape, x.stride(0), dy.stride(0), out.stride(0), ONE_ROW=len(x) == 1
+        )
     return dx
 
 

@@ -25,8 +25,19 @@ from rl_engine.backends.spec import implements
     admits=elementwise.admits,
 )
 @triton.jit(do_not_specialize=["n_rows", "n_cols"])
-def _swiglu_fwd_kernel(gate_ptr, up_ptr, y_ptr, n_rows, n_cols, gate_stride, up_stride, y_stride, BLOCK: tl.constexpr):
-    row, start, left = block_of_row(n_cols, BLOCK)
+def _swiglu_fwd_kernel(
+    gate_ptr,
+    up_ptr,
+    y_ptr,
+    n_rows,
+    n_cols,
+    gate_stride,
+    up_stride,
+    y_stride,
+    ONE_ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, start, left = block_of_row(n_cols, ONE_ROW, BLOCK)
     lane = tl.arange(0, BLOCK)
     gate_ptr += row * gate_stride + start
     up_ptr += row * up_stride + start
@@ -66,9 +77,9 @@ def _swiglu_gradients(gate, up, dy):
 def _swiglu_bwd_kernel(
     gate_ptr, up_ptr, dy_ptr, dgate_ptr, dup_ptr,
     n_rows, n_cols, gate_stride, up_stride, dy_stride, out_stride,
-    BLOCK: tl.constexpr,
+    ONE_ROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row, start, left = block_of_row(n_cols, BLOCK)
+    row, start, left = block_of_row(n_cols, ONE_ROW, BLOCK)
     lane = tl.arange(0, BLOCK)
     gate_ptr += row * gate_stride + start
     up_ptr += row * up_stride + start
@@ -97,7 +108,7 @@ def _forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     if gate.numel():
         gate, up, out = elementwise.rows_of(gate, up, y)
         strides = (gate.stride(0), up.stride(0), out.stride(0))
-        _swiglu_fwd_kernel[elementwise.grid](gate, up, out, *gate.shape, *strides)
+        _swiglu_fwd_kernel[elementwise.grid](gate, up, out, *gate.shape, *strides, ONE_ROW=len(gate) == 1)
     return y
 
 
@@ -106,7 +117,7 @@ def _backward(gate: torch.Tensor, up: torch.Tensor, dy: torch.Tensor) -> tuple[t
     if gate.numel():
         gate, up, dy, out, other = elementwise.rows_of(gate, up, dy, dgate, dup)
         strides = (gate.stride(0), up.stride(0), dy.stride(0), out.stride(0))
-        _swiglu_bwd_kernel[elementwise.grid](gate, up, dy, out, other, *gate.shape, *strides)
+        _swiglu_bwd_kernel[elementwise.grid](gate, up, dy, out, other, *gate.shape, *strides, ONE_ROW=len(gate) == 1)
     return dgate, dup
 
 

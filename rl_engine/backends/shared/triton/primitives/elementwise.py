@@ -26,8 +26,11 @@ _INTERPRETED_BLOCK = 1 << 18  # an interpreted program costs milliseconds whatev
 
 
 @triton.jit
-def block_of_row(n_cols, BLOCK: tl.constexpr):
+def block_of_row(n_cols, ONE_ROW: tl.constexpr, BLOCK: tl.constexpr):
     """Return (row, first column, columns of this block inside) of the program; row and column int64."""
+    if ONE_ROW:  # a division before the first load costs 7% of SiLU's time on an H200
+        start = tl.program_id(0).to(tl.int64) * BLOCK
+        return start * 0, start, n_cols - start
     n_blocks = tl.cdiv(n_cols, BLOCK)
     row = tl.program_id(0) // n_blocks
     start = (tl.program_id(0) % n_blocks).to(tl.int64) * BLOCK
@@ -35,13 +38,15 @@ def block_of_row(n_cols, BLOCK: tl.constexpr):
 
 
 def fixed(sizes: Mapping[str, Any], device: DeviceIdentity) -> dict[str, int]:
-    """Return blocks of 2048 elements, and smaller ones where those would leave multiprocessors idle."""
+    """Return blocks of 1024 elements, eight a thread, and of 512 where those would leave multiprocessors idle.
+
+    SiLU of [16384, 12288] bf16 on an H200: 191 us, with 2048 elements and 8 warps 193, with 4096 198.
+    """
     columns = sizes["n_cols"]
     if is_interpreter(device.arch):
         return {"BLOCK": min(power_of_two(columns), _INTERPRETED_BLOCK), "num_warps": 4}
-    work = columns * sizes["n_rows"]
-    block = next((b for b in (2048, 1024) if work >= 2 * b * device.sm_count), 512)
-    return {"BLOCK": block, "num_warps": 8 if block == 2048 else 4}  # 8 elements a thread
+    block = 1024 if columns * sizes["n_rows"] >= 2 * 1024 * device.sm_count else 512
+    return {"BLOCK": block, "num_warps": 4}
 
 
 def admits(_sizes: Mapping[str, Any], launch: Mapping[str, int]) -> bool:
