@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from rl_engine.backends.reference.dtypes import require_float, wide
-from rl_engine.backends.spec import Case, InputMaker, Inputs, Tolerance, operator
+from rl_engine.backends.reference.dtypes import require_float
+from rl_engine.backends.reference.selected_logps import selected_logps
+from rl_engine.backends.reference.token_ids import validate_ids
+from rl_engine.backends.spec import Case, InputMaker, Inputs, Tolerance, Traffic, operator
 
 
 def _inputs(make: InputMaker, rows: int, vocab: int) -> Inputs:
     return Inputs((make.normal(rows, vocab, scale=2.0), make.integers(0, vocab, rows)))
+
+
+def _traffic(itemsize: int, rows: int, vocab: int) -> Traffic:
+    return Traffic(forward=itemsize * rows * vocab, backward=2 * itemsize * rows * vocab)
 
 
 def check_logp(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> None:
@@ -25,15 +31,6 @@ def check_logp(logits: torch.Tensor, targets: torch.Tensor, temperature: float) 
         )
     if not temperature > 0:
         raise ValueError(f"logp: temperature is {temperature}; pass a number above 0")
-
-
-def validate_ids(targets: torch.Tensor, vocab: int, ignore_index: int) -> None:
-    """Raise ValueError if an id is neither ``ignore_index`` nor in [0, vocab). Waits for the device."""
-    bad = targets[(targets != ignore_index) & ((targets < 0) | (targets >= vocab))]
-    if bad.numel():
-        raise ValueError(
-            f"logp: {bad.numel()} ids outside [0, {vocab}), the first is {bad[0].item()}; mask or fix them"
-        )
 
 
 @operator(
@@ -52,9 +49,11 @@ def validate_ids(targets: torch.Tensor, vocab: int, ignore_index: int) -> None:
         Case("warm", {"rows": 4, "vocab": 33}, {"temperature": 0.7}),
         Case("empty", {"rows": 0, "vocab": 8}),
         Case("small", {"rows": 64, "vocab": 151936}, tags=frozenset({"speed"})),
+        Case("thr", {"rows": 8192, "vocab": 151936}, tags=frozenset({"speed"})),
         Case("thr-ll", {"rows": 8192, "vocab": 128256}, tags=frozenset({"speed"})),
     ),
     tolerance=Tolerance({"float32": 8, "float16": 4, "bfloat16": 4}, "a balanced sum of vocab exponentials, a log"),
+    traffic=_traffic,
 )
 def logp(
     logits: torch.Tensor,
@@ -83,11 +82,7 @@ def logp(
     """
     require_float("logp", logits=logits)
     check_logp(logits, targets, temperature)
+    use = targets != ignore_index
     if validate:
-        validate_ids(targets, logits.shape[-1], ignore_index)
-    inside = (targets >= 0) & (targets < logits.shape[-1])
-    use = inside & (targets != ignore_index)
-    scores = torch.log_softmax(wide(logits) / temperature, -1)
-    chosen = scores.gather(-1, torch.where(use, targets, 0).long().unsqueeze(-1)).squeeze(-1)
-    other = torch.where(targets == ignore_index, 0.0, float("nan")).to(chosen.dtype)
-    return torch.where(use, chosen, other)
+        validate_ids("logp", targets, logits.shape[-1], use)
+    return selected_logps(logits, targets, use, temperature)

@@ -30,14 +30,26 @@ def scaled(z, inverse_temperature, SCALED: tl.constexpr):
 
 
 @triton.jit
-def merge_chunk(m, s, z, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Merge chunk z [ROWS, COLS] into the running maximum and sum of its rows, m and s [ROWS]."""
-    m_chunk = tl.max(z, 1)
-    s_chunk = fold_columns(tl.exp2((z - finite_or_zero(m_chunk)[:, None]) * LOG2E), ROWS, COLS)
+def chunk_statistics(z, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Return the maximum m and the sum of exp(z - m) of each row of chunk z [ROWS, COLS]."""
+    m = tl.max(z, 1)
+    return m, fold_columns(tl.exp2((z - finite_or_zero(m)[:, None]) * LOG2E), ROWS, COLS)
+
+
+@triton.jit
+def merge(m, s, m_chunk, s_chunk):
+    """Return the running maximum and sum of rows, m and s, after one more chunk; (-inf, 0) changes nothing."""
     m_new = tl.maximum(m, m_chunk)
     base = finite_or_zero(m_new)
     kept = rounded_product(s_chunk, tl.exp2((m_chunk - base) * LOG2E))
     return m_new, tl.fma(s, tl.exp2((m - base) * LOG2E), kept)
+
+
+@triton.jit
+def merge_chunk(m, s, z, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Merge chunk z [ROWS, COLS] into the running maximum and sum of its rows, m and s [ROWS]."""
+    m_chunk, s_chunk = chunk_statistics(z, ROWS, COLS)
+    return merge(m, s, m_chunk, s_chunk)
 
 
 @triton.jit

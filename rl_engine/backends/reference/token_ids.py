@@ -1,0 +1,18 @@
+"""The check of token ids that operators share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+def validate_ids(op: str, ids: torch.Tensor, vocab: int, counted: torch.Tensor | None = None) -> None:
+    """Raise ValueError if an id, of those where ``counted`` holds, is outside [0, vocab). Waits for the device."""
+    wrong = (ids < 0) | (ids >= vocab)
+    bad = ids[wrong if counted is None else wrong & counted]
+    if bad.numel():
+        raise ValueError(
+            f"{op}: {bad.numel()} ids outside [0, {vocab}), the first is {bad[0].item()}; mask or fix them"
+        )

@@ -1,0 +1,307 @@
+"""Log-probabilities of one token a row, from one tensor of logits or two: the launches that several operators share.
+
+A program reads whole rows, or, where there are too few rows for the card, single chunks of them, which a second kernel
+merges in the same order: the bits are the same.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from rl_engine.backends.shared.triton import operands
+from rl_engine.backends.shared.triton.autotuning import TunableKernel
+from rl_engine.backends.shared.triton.compiler import is_interpreter
+from rl_engine.backends.shared.triton.operands import power_of_two
+from rl_engine.backends.shared.triton.primitives.logsumexp import (
+    CHUNK,
+    chunk_statistics,
+    log_probability,
+    merge,
+    merge_chunk,
+    scaled,
+)
+from rl_engine.platforms import device
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rl_engine.platforms.device import DeviceIdentity
+
+_INTERPRETED_TILE = 1 << 18  # an interpreted program costs milliseconds whatever its size
+_UNROLL = tl.constexpr(8)  # chunks whose statistics are fetched at once while merging
+# Fewer rows than this a multiprocessor, and programs of single chunks are faster than programs of rows.
+_ROWS_A_MULTIPROCESSOR = 8
+
+
+class Selected(NamedTuple):
+    """Log-probabilities [...], maxima and base-2 logarithms of sums [2, ...], log-probabilities of other logits."""
+
+    logps: torch.Tensor
+    norm: torch.Tensor
+    reference: torch.Tensor | None
+
+
+def _fixed_rows(sizes: Mapping[str, Any], device: DeviceIdentity) -> dict[str, int]:
+    """Return one chunk of one row at a time with 2 warps, or as many short rows as make up a chunk with 4.
+
+    Exchanges between warps bound the time: [8192, 151936] bf16 takes 587 us with 2 warps, 607 with 4, 772 with 8.
+    """
+    if is_interpreter(device.arch):
+        return {"ROWS": operands.rows_a_program(sizes["n_rows"], _INTERPRETED_TILE // sizes["COLS"], 1), "num_warps": 4}
+    most = CHUNK.value // sizes["COLS"]
+    rows = operands.rows_a_program(sizes["n_rows"], most, device.sm_count)
+    return {"ROWS": rows, "num_warps": 2 if sizes["COLS"] == CHUNK.value else 4}
+
+
+def _admits_rows(sizes: Mapping[str, Any], launch: Mapping[str, int]) -> bool:
+    """Let through 2 to 64 elements a thread."""
+    return 2 <= launch["ROWS"] * sizes["COLS"] // (32 * launch["num_warps"]) <= 64
+
+
+def _fixed_chunks(_sizes: Mapping[str, Any], _device: DeviceIdentity) -> dict[str, int]:
+    return {"CHUNKS": 1, "num_warps": 2}
+
+
+def _fixed_merge(_sizes: Mapping[str, Any], _device: DeviceIdentity) -> dict[str, int]:
+    return {"ROWS": 32, "num_warps": 1}  # a row a thread
+
+
+@triton.jit
+def _statistics(
+    z_rows, active, n_cols, inverse_temperature, SCALED: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):  # fmt: skip
+    """Return the maximum and the sum of exp(z - maximum) of rows; of rows that are not active nothing is read."""
+    m = tl.full((ROWS,), -float("inf"), tl.float32)
+    s = tl.zeros((ROWS,), tl.float32)
+    needed = tl.max(active.to(tl.int32), 0)
+    if EVEN:
+        for start in range(0, n_cols * needed, COLS):
+            z = _chunk(z_rows, active, start, n_cols, inverse_temperature, SCALED, COLS)
+            m, s = merge_chunk(m, s, z, ROWS, COLS)
+    else:
+        whole = n_cols // COLS * COLS  # in this spelling the compiler sees that it is a multiple: wide loads
+        for start in range(0, whole * needed, COLS):
+            z = tl.load(
+                z_rows[:, None] + (start + tl.arange(0, COLS))[None, :], mask=active[:, None], other=-float("inf")
+            )
+            m, s = merge_chunk(m, s, scaled(z.to(tl.float32), inverse_temperature, SCALED), ROWS, COLS)
+        if whole < n_cols * needed:
+            z = _chunk(z_rows, active, whole, n_cols, inverse_temperature, SCALED, COLS)
+            m, s = merge_chunk(m, s, z, ROWS, COLS)
+    return m, s
+
+
+@triton.jit
+def _chunk(z_rows, active, start, n_cols, inverse_temperature, SCALED: tl.constexpr, COLS: tl.constexpr):
+    """Return a chunk of scaled logits in fp32, -inf behind the row's end and in rows that are not active."""
+    col = start + tl.arange(0, COLS)
+    mask = active[:, None] & (col < n_cols)[None, :]
+    z = tl.load(z_rows[:, None] + col[None, :], mask=mask, other=-float("inf"))
+    return scaled(z.to(tl.float32), inverse_temperature, SCALED)
+
+
+@triton.jit
+def _active(target_ptr, mask_ptr, row, used, ignore_index):
+    """Return the rows' targets, and which rows count: not ignored, not masked."""
+    target = tl.load(target_ptr + row, mask=used, other=0).to(tl.int64)
+    active = used
+    if ignore_index is not None:
+        active = active & (target != ignore_index)
+    if mask_ptr is not None:
+        active = active & (tl.load(mask_ptr + row, mask=used, other=0) != 0)
+    return target, active
+
+
+@triton.jit
+def _chosen(z_rows, target, active, n_cols, inverse_temperature, SCALED: tl.constexpr):
+    """Return the targets' scaled logits; NaN where a row does not count or its id is none."""
+    valid = active & (target >= 0) & (target < n_cols)
+    z = tl.load(z_rows + tl.where(valid, target, 0), mask=valid, other=float("nan"))
+    return scaled(z.to(tl.float32), inverse_temperature, SCALED)
+
+
+@triton.jit
+def _tensor(z_ptr, z_stride, other_ptr, other_stride):
+    """Return which tensor of logits the program is for, 0 or 1, its pointer and its row stride."""
+    which = tl.program_id(1).to(tl.int64)
+    if other_ptr is not None:
+        z_ptr = tl.where(which == 0, z_ptr, other_ptr)
+        z_stride = tl.where(which == 0, z_stride, other_stride)
+    return which, z_ptr, z_stride
+
+
+@triton.jit
+def _store(logp_ptr, norm_ptr, which, row, used, active, chosen, m, s, n_rows):
+    """Write log-probabilities [tensors, rows], 0 where a row does not count, and the first's statistics [2, rows]."""
+    log2_sum = tl.log2(s)
+    logp = tl.where(active, log_probability(chosen, m, log2_sum), 0.0)
+    tl.store(logp_ptr + which * n_rows + row, logp, mask=used)
+    first = used & (which == 0)
+    tl.store(norm_ptr + row, m, mask=first)
+    tl.store(norm_ptr + n_rows + row, log2_sum, mask=first)
+
+
+@TunableKernel(
+    outputs=("logp_ptr", "norm_ptr"),
+    data=("z_ptr", "other_ptr"),
+    dynamic=("n_rows",),
+    fixed=_fixed_rows,
+    # chunk width is contract; which rows share a program and how many warps work on them changes no sum
+    neutral={"ROWS": (1, 2, 4, 16, 64, 256), "num_warps": (2, 4, 8, 16)},
+    admits=_admits_rows,
+)
+@triton.jit(do_not_specialize=["n_rows"])
+def _selected_logps_kernel(
+    z_ptr, other_ptr, target_ptr, mask_ptr, logp_ptr, norm_ptr,
+    n_rows, n_cols, z_stride, other_stride, ignore_index, inverse_temperature,
+    SCALED: tl.constexpr, EVEN: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    which, z_ptr, z_stride = _tensor(z_ptr, z_stride, other_ptr, other_stride)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    used = row < n_rows
+    target, active = _active(target_ptr, mask_ptr, row, used, ignore_index)
+    z_rows = z_ptr + row * z_stride
+    chosen = _chosen(z_rows, target, active, n_cols, inverse_temperature, SCALED)
+    m, s = _statistics(z_rows, active, n_cols, inverse_temperature, SCALED, EVEN, ROWS, COLS)
+    _store(logp_ptr, norm_ptr, which, row, used, active, chosen, m, s, n_rows)
+
+
+@TunableKernel(
+    outputs=("part_ptr",),
+    data=("z_ptr", "other_ptr"),
+    dynamic=("n_rows",),
+    fixed=_fixed_chunks,
+    neutral={"CHUNKS": (1, 2, 4), "num_warps": (2, 4, 8)},  # as above
+)
+@triton.jit(do_not_specialize=["n_rows", "n_chunks"])
+def _chunk_statistics_kernel(
+    z_ptr, other_ptr, target_ptr, mask_ptr, part_ptr,
+    n_rows, n_cols, n_chunks, z_stride, other_stride, ignore_index, inverse_temperature,
+    SCALED: tl.constexpr, COLS: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Write maxima and sums of single chunks to part_ptr [tensors, 2, chunks, rows]."""
+    which, z_ptr, z_stride = _tensor(z_ptr, z_stride, other_ptr, other_stride)
+    groups = tl.cdiv(n_chunks, CHUNKS)
+    row = (tl.program_id(0) // groups).to(tl.int64) + tl.arange(0, 1)
+    active = row < n_rows
+    if target_ptr is not None:
+        _target, active = _active(target_ptr, mask_ptr, row, active, ignore_index)
+    z_row, n_parts = z_ptr + row * z_stride, n_chunks.to(tl.int64) * n_rows
+    part_ptr += which * 2 * n_parts
+    for step in range(CHUNKS):
+        chunk = (tl.program_id(0) % groups) * CHUNKS + step
+        z = _chunk(z_row, active, chunk * COLS, n_cols, inverse_temperature, SCALED, COLS)
+        m, s = chunk_statistics(z, 1, COLS)
+        slot = chunk + tl.arange(0, 1)
+        part = part_ptr + slot.to(tl.int64) * n_rows + row
+        tl.store(part, m, mask=active & (slot < n_chunks))
+        tl.store(part + n_parts, s, mask=active & (slot < n_chunks))
+
+
+@TunableKernel(
+    outputs=("logp_ptr", "norm_ptr"),
+    dynamic=("n_rows",),
+    fixed=_fixed_merge,
+    neutral={"ROWS": (1, 4, 32), "num_warps": (1, 2)},  # rows do not meet
+    warm=True,
+)
+@triton.jit(do_not_specialize=["n_rows", "n_chunks"])
+def _merge_kernel(
+    part_ptr, z_ptr, other_ptr, target_ptr, mask_ptr, logp_ptr, norm_ptr,
+    n_rows, n_cols, n_chunks, z_stride, other_stride, ignore_index, inverse_temperature,
+    SCALED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Merge the chunks of rows in ascending order."""
+    which, z_ptr, z_stride = _tensor(z_ptr, z_stride, other_ptr, other_stride)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    used = row < n_rows
+    target, active = _active(target_ptr, mask_ptr, row, used, ignore_index)
+    chosen = _chosen(z_ptr + row * z_stride, target, active, n_cols, inverse_temperature, SCALED)
+    m = tl.full((ROWS,), -float("inf"), tl.float32)
+    s = tl.zeros((ROWS,), tl.float32)
+    n_parts = n_chunks.to(tl.int64) * n_rows
+    part_ptr += which * 2 * n_parts
+    for first in range(0, n_chunks, _UNROLL):
+        for step in tl.static_range(_UNROLL):  # their loads are in flight together
+            chunk = tl.full((ROWS,), first + step, tl.int64)
+            mask = active & (chunk < n_chunks)
+            part = part_ptr + chunk * n_rows + row
+            m_chunk = tl.load(part, mask=mask, other=-float("inf"))
+            s_chunk = tl.load(part + n_parts, mask=mask, other=0.0)
+            m, s = merge(m, s, m_chunk, s_chunk)
+    _store(logp_ptr, norm_ptr, which, row, used, active, chosen, m, s, n_rows)
+
+
+def _by_rows(meta: Mapping[str, Any]) -> tuple[int, int]:
+    return -(-meta["n_rows"] // meta["ROWS"]), 1 if meta["other_ptr"] is None else 2
+
+
+def _by_chunks(meta: Mapping[str, Any]) -> tuple[int, int]:
+    return meta["n_rows"] * -(-meta["n_chunks"] // meta["CHUNKS"]), 1 if meta["other_ptr"] is None else 2
+
+
+def selected_logps(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    other: torch.Tensor | None = None,
+    ignore_index: int | None = None,
+    temperature: float = 1.0,
+) -> Selected:
+    """Return the log-probabilities of ``targets`` under ``logits`` and, if given, under ``other`` logits.
+
+    Args:
+        logits: [..., vocab].
+        targets: [...], int32 or int64. An id outside [0, vocab) gives NaN; nothing is read there.
+        mask: [...]; rows where it is 0 give 0, whatever stands in them. None counts every row.
+        other: logits' shape and device.
+        ignore_index: rows with this id give 0; None for no such id.
+        temperature: divides the logits.
+    """
+    if other is not None and other.dtype != logits.dtype:  # one launch takes one dtype
+        call = {"mask": mask, "ignore_index": ignore_index, "temperature": temperature}
+        found, others = (selected_logps(one, targets, **call) for one in (logits, other))  # type: ignore[arg-type]
+        return Selected(found.logps, found.norm, others.logps)
+    tensors = 1 if other is None else 2
+    logps = torch.empty((tensors, *targets.shape), dtype=torch.float32, device=logits.device)
+    norm = torch.empty((2, *targets.shape), dtype=torch.float32, device=logits.device)
+    if targets.numel():
+        _launch(logits, targets, mask, other, logps, norm, ignore_index, temperature)
+    return Selected(logps[0], norm, None if other is None else logps[1])
+
+
+def _launch(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    mask: torch.Tensor | None,
+    other: torch.Tensor | None,
+    logps: torch.Tensor,
+    norm: torch.Tensor,
+    ignore_index: int | None,
+    temperature: float,
+) -> None:
+    z, second = operands.as_rows(logits), None if other is None else operands.as_rows(other)
+    n_rows, n_cols = z.shape
+    inputs = (z, second, targets.contiguous(), None if mask is None else mask.contiguous())
+    options = (z.stride(0), 0 if second is None else second.stride(0), ignore_index, 1.0 / temperature)
+    scale, cols = temperature != 1.0, min(power_of_two(n_cols), CHUNK.value)
+    sm_count = device.identify(z.get_device()).sm_count
+    if n_cols <= cols or n_rows >= _ROWS_A_MULTIPROCESSOR * sm_count:
+        even = n_cols % 16 == 0  # what Triton knows of an integer: then masks along the row keep loads wide
+        _selected_logps_kernel[_by_rows](
+            *inputs, logps, norm, n_rows, n_cols, *options, SCALED=scale, EVEN=even, COLS=cols
+        )
+        return
+    n_chunks = -(-n_cols // cols)
+    parts = torch.empty((len(logps), 2, n_chunks, n_rows), dtype=torch.float32, device=z.device)
+    # waiting for ids to know which rows count takes longer than reading a few rows in vain
+    judged = inputs if n_rows > sm_count else (z, second, None, None)
+    sizes = (n_rows, n_cols, n_chunks)
+    _chunk_statistics_kernel[_by_chunks](*judged, parts, *sizes, *options, SCALED=scale, COLS=cols)
+    _merge_kernel[_by_rows](parts, *inputs, logps, norm, *sizes, *options, SCALED=scale)
