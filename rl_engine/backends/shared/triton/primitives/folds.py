@@ -36,3 +36,12 @@ def fold_rows(x, ROWS: tl.constexpr, COLS: tl.constexpr):
 def rounded_product(a, b):
     """Return a * b rounded to fp32, which no addition behind it can fuse with."""
     return tl.fma(a, b, tl.zeros_like(a))
+
+
+@triton.jit
+def minus_zero():
+    """Return -0.0 [1]: the one value whose sum with any other is that other, bit for bit.
+
+    Of a literal one Triton 3.6 makes +0.0: its constants equal to 0 become null values. (3.9 does not.)
+    """
+    return tl.full((1,), -(1 << 31), tl.int32).to(tl.float32, bitcast=True)
