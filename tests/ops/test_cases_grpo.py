@@ -266,3 +266,59 @@ def test_advantages_carry_no_gradient_and_keep_their_bits(advantages_of: Callabl
     found = advantages_of(rewards, samples_per_prompt=8)
     assert not found.requires_grad
     assert_same_bytes(advantages_of(rewards[16:24], samples_per_prompt=8), found[16:24], "a group alone")
+
+
+def _trl(r: torch.Tensor) -> torch.Tensor:
+    return (r - r.mean()) / (torch.nan_to_num(r.std()) + 1e-4)
+
+
+CONVENTIONS: dict[str, tuple[Callable[..., torch.Tensor], dict[str, Any]]] = {
+    "TRL": (_trl, {"std": "sample", "eps_mode": "add", "eps": 1e-4}),
+    "Dr.GRPO": (lambda r: r - r.mean(), {"std": "none"}),
+    "population, added": (lambda r: (r - r.mean()) / (r.std(correction=0) + 1e-2), {"eps_mode": "add", "eps": 1e-2}),
+    "sample, at least": (
+        lambda r: (r - r.mean()) / torch.nan_to_num(r.std()).clamp_min(0.5),
+        {"std": "sample", "eps": 0.5},
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:std\\(\\). degrees of freedom is <= 0")  # of torch's std of one value
+@ADVANTAGES
+@pytest.mark.parametrize("convention", CONVENTIONS)
+@pytest.mark.parametrize("sizes", [[6, 6, 6], [1, 8, 64, 65, 3, 1030], [1, 1]], ids=str)
+def test_advantages_follow_the_conventions_of_their_users(
+    advantages_of: Callable[..., torch.Tensor], convention: str, sizes: list[int]
+) -> None:
+    formula, options = CONVENTIONS[convention]
+    rewards = Maker(torch.float32).normal(sum(sizes)) * 0.3 + 1
+    wanted = torch.cat([formula(group.double()) for group in rewards.split(sizes)])
+    boundaries = torch.tensor([0, *sizes], device=DEVICE).cumsum(0)
+    found = advantages_of(rewards, group_boundaries=boundaries, **options)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+    if len(set(sizes)) == 1:
+        equal = advantages_of(rewards, samples_per_prompt=sizes[0], **options)
+        assert_same_bytes(equal, found, "groups of equal size")
+
+
+@ADVANTAGES
+@pytest.mark.parametrize("std", ["population", "sample", "none"])
+@pytest.mark.parametrize("eps_mode", ["max", "add"])
+def test_a_single_sample_and_equal_rewards_get_zeros(
+    advantages_of: Callable[..., torch.Tensor], std: str, eps_mode: str
+) -> None:
+    for samples in (1, 3, 7):
+        rewards = torch.full((21,), 0.7, device=DEVICE)
+        assert (advantages_of(rewards, samples_per_prompt=samples, std=std, eps_mode=eps_mode) == 0).all()
+
+
+@ADVANTAGES
+@pytest.mark.parametrize(("options", "message"), [
+    ({"std": "ddof1"}, "std is 'ddof1'; pass one of population, sample, none"),
+    ({"eps_mode": "plus"}, "eps_mode is 'plus'; pass one of max, add"),
+])  # fmt: skip
+def test_words_that_say_nothing_are_refused(
+    advantages_of: Callable[..., torch.Tensor], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"group_advantages: {message}"):
+        advantages_of(torch.ones(4, device=DEVICE), samples_per_prompt=2, **options)
