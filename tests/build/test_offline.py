@@ -45,7 +45,8 @@ def problems(launch: Offline, target: Target, assumed: Specialisation = ANYTHING
         found.append(f"{compiled.metadata.shared} bytes of shared memory, {target.shared_bytes} are there")
     seen = access(ttir, _parameters(launch, assumed))
     found += [f"writes {name}, undeclared" for name in seen.written - {*declared.outputs, *declared.inout}]
-    found += [f"does not write {name}" for name in {*declared.outputs, *declared.inout} - seen.written]
+    wanted = {name for name in (*declared.outputs, *declared.inout) if launch.values[name] is not None}
+    found += [f"does not write {name}" for name in wanted - seen.written]
     found += [f"reads {name}, declared as output only" for name in seen.read & {*declared.outputs}]
     return sorted(found)
 

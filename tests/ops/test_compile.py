@@ -41,8 +41,10 @@ TINY = samples(of_cases("tiny")) if ON_GPU else TINY_FP32
 silu, rms_norm = triton_op("silu"), triton_op("rms_norm")  # asked for here: get_op reads folders, so no graph holds it
 BACKENDS = ("eager", "aot_eager")
 GRAPH_OPERATORS = {
-    "silu", "silu_backward", "swiglu", "swiglu_backward", "rms_norm", "rms_norm_dx", "rms_norm_dw",
-    "logp", "logp_backward", "grpo_loss", "grpo_loss_backward", "group_advantages",
+    "silu", "silu_backward", "swiglu", "swiglu_backward", "rms_norm", "rms_norm_backward",
+    "rope", "rope_backward",
+    "embedding", "embedding_backward", "logp", "logp_backward", "grpo_loss", "grpo_loss_backward", "group_advantages",
+    "ratio_kl", "ratio_kl_backward", "grpo_loss_from_logits", "grpo_loss_from_logits_backward",
 }  # fmt: skip
 
 
@@ -239,10 +241,7 @@ def _phases_tuned(tuner: PersistentAutotuner, store: Store) -> set[tuple[str, ob
 
 
 FORWARD = {("_rms_norm_fwd_kernel", "forward"), ("_silu_fwd_kernel", "forward")}
-BACKWARD = {
-    (name, "backward")
-    for name in ("_silu_bwd_kernel", "_rms_norm_dx_kernel", "_rms_norm_dw_kernel", "_rms_norm_fold_kernel")
-}
+BACKWARD = {(name, "backward") for name in ("_silu_bwd_kernel", "_rms_norm_dx_kernel", "_rms_norm_dw_kernel")}
 
 
 def test_a_checkpoint_that_is_not_reentrant_keeps_the_policy_of_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,23 +30,25 @@ def _sample(name: str, case: str) -> Sample:
 
 
 def _zero_dx(patch: pytest.MonkeyPatch) -> None:
-    module = "rl_engine.backends.shared.triton.norm.rms_norm"
-    patch.setattr(f"{module}._backward_dx", lambda x, _weight, _rstd, _dy: torch.zeros_like(x))
+    from rl_engine.backends.shared.triton.norm import rms_norm
+
+    backward = rms_norm._backward
+    patch.setattr(rms_norm, "_backward", lambda x, *others: (torch.zeros_like(x), backward(x, *others)[1]))
 
 
 def _grpo(patch: pytest.MonkeyPatch, change: Callable[..., Any]) -> None:
     from rl_engine.backends.shared.triton.loss import grpo_loss
 
-    patch.setattr(grpo_loss, "_forward", functools.partial(change, grpo_loss._forward))
+    patch.setattr(grpo_loss, "loss_and_gradient", functools.partial(change, grpo_loss.loss_and_gradient))
 
 
 def _without_kl(forward: Callable[..., Any], *args: Any) -> Any:
-    return forward(*args[:7], 0.0, *args[8:])  # beta
+    return forward(*args[:8], 0.0, *args[9:])  # beta
 
 
 def _scaled_normaliser(forward: Callable[..., Any], *args: Any) -> Any:
-    losses, slope, weight = forward(*args)
-    return losses, slope, weight * 99
+    *others, weight = forward(*args)
+    return *others, weight * 99
 
 
 @pytest.mark.parametrize(

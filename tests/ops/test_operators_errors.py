@@ -68,7 +68,7 @@ def test_a_tensor_subclass_is_refused_and_the_message_names_to_local(sample: Sam
 
 @pytest.mark.parametrize("sample", [one for one in TINY if one.spec.differentiable], ids=str)
 def test_parameters_are_plain_tensors(sample: Sample) -> None:
-    args, kwargs = _replaced(sample, "0", torch.nn.Parameter)
+    args, kwargs = _replaced(sample, str(sample.inputs().differentiable[0]), torch.nn.Parameter)
     result = triton_op(sample.spec.name)(*args, **kwargs)
     assert (result if isinstance(result, torch.Tensor) else result[0]).requires_grad
 

@@ -12,6 +12,7 @@ _REDUCE = re.compile(
     re.DOTALL,
 )
 _RESULT = re.compile(r"^(%[\w$.-]+)(?::\d+)? = (.*)$")
+_VALUE = re.compile(r"%[\w$.-]+")
 _NAME = re.compile(r"%[\w$.-]+(?:#\d+)?")
 # results that are a pointer into what these operands point into
 _FIRST_OPERAND = ("tt.addptr", "tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape", "tt.trans", "tt.bitcast")
@@ -60,7 +61,7 @@ def access(ttir: str, parameters: list[str]) -> Access:
     for (argument, kind), parameter in zip(arguments, parameters, strict=True):
         if "!tt.ptr" in kind:
             origins[f"%{argument}"].add(parameter)
-    lines = [line.split(" loc(")[0].strip() for line in ttir.splitlines()]
+    lines = _told_apart([line.split(" loc(")[0].strip() for line in ttir.splitlines()])
     size = -1
     while size != sum(map(len, origins.values())):  # loops feed pointers back
         size = sum(map(len, origins.values()))
@@ -75,6 +76,25 @@ def access(ttir: str, parameters: list[str]) -> Access:
             else:
                 assert not re.search(rf"(^|= ){re.escape(operation)}", line), f"not understood: {line}"
     return found
+
+
+def _told_apart(lines: list[str]) -> list[str]:
+    """Name values after the line that defines them: the two branches of an ``if`` use one name for two values."""
+    scopes: list[dict[str, str]] = [{}]
+    told = []
+    for number, line in enumerate(lines):
+        if line.startswith("}"):
+            scopes.pop()
+        known = {name: new for scope in scopes for name, new in scope.items()}
+        result = _RESULT.match(line)
+        results = {result[1].partition(":")[0]} if result else set()
+        variables = {variable for variable, _start in _LOOP_VARIABLE.findall(line.partition("iter_args")[2])}
+        own = {name: f"{name}.{number}" for name in results | variables}
+        told.append(_VALUE.sub(lambda match, names={**known, **own}: names.get(match[0], match[0]), line))
+        scopes[-1].update((name, own[name]) for name in results)
+        if line.endswith("{") or line.startswith("tt.func"):  # whose own brace stands behind a loc()
+            scopes.append({name: own[name] for name in variables})
+    return told
 
 
 def _propagate(lines: list[str], origins: dict[str, set[str]]) -> None:
