@@ -33,6 +33,7 @@ SPECIALISATIONS = {
     "ones": Specialisation(aligned=True, integers="one"),
 }
 MOST_CANDIDATES = 6
+MOST_LAUNCHES = 3  # of a kernel for other cards, dtypes and assumptions; for sm_90 and its narrowest dtype all of them
 JOBS = 2
 
 
@@ -82,6 +83,11 @@ def _all_problems(launches: list[Offline], target: Target, assumed: Specialisati
     return [f"{launch.shape}: {one}" for launch, ones in zip(launches, found, strict=True) for one in ones]
 
 
+def _some(launches: list[Offline]) -> list[Offline]:
+    """Return a few launches of a kernel, from all over the cases."""
+    return launches[:: -(-len(launches) // MOST_LAUNCHES)] if launches else []
+
+
 def _narrowest(launches: dict[tuple[str, str, str], list[Offline]], target: str, kernel: str) -> list[Offline]:
     """Return a kernel's launches in bf16, or in the dtype that its operators fix."""
     return launches[target, "bfloat16", kernel] or launches[target, "float32", kernel]
@@ -92,14 +98,15 @@ def _narrowest(launches: dict[tuple[str, str, str], list[Offline]], target: str,
 def test_fixed_launches_compile_and_fit_fix_their_sums_and_write_what_they_declare(
     target: str, kernel: str, launches: dict[tuple[str, str, str], list[Offline]]
 ) -> None:
-    assert _all_problems(_narrowest(launches, target, kernel), TARGETS[target]) == []
+    found = _narrowest(launches, target, kernel)
+    assert _all_problems(found if target == "sm_90" else _some(found), TARGETS[target]) == []
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_other_dtypes_do_too(dtype: str, kernel: str, launches: dict[tuple[str, str, str], list[Offline]]) -> None:
     found = launches["sm_90", dtype, kernel] or launches["sm_90", "float32", kernel]
-    assert _all_problems(found, TARGETS["sm_90"]) == []
+    assert _all_problems(_some(found), TARGETS["sm_90"]) == []
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -107,7 +114,7 @@ def test_other_dtypes_do_too(dtype: str, kernel: str, launches: dict[tuple[str, 
 def test_whatever_the_compiler_may_assume_of_addresses_and_integers(
     assumed: str, kernel: str, launches: dict[tuple[str, str, str], list[Offline]]
 ) -> None:
-    found = _narrowest(launches, "sm_90", kernel)
+    found = _some(_narrowest(launches, "sm_90", kernel))
     assert _all_problems(found, TARGETS["sm_90"], SPECIALISATIONS[assumed]) == []
 
 

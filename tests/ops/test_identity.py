@@ -109,22 +109,22 @@ class Cards:
 @pytest.mark.parametrize(
     ("other", "differing"),
     [
-        ({"uuid": "GPU-2"}, {"device.uuid"}),
-        ({"multi_processor_count": 60, "total_memory": 70 << 30}, {"device.sm_count", "device.memory_bytes"}),
-        ({"uuid": "MIG-1", "multi_processor_count": 16}, {"device.uuid", "device.sm_count"}),
-        ({"pci_bus_id": 27}, {"device.pci"}),
-        ({"name": "NVIDIA H100"}, {"device.name"}),
-        ({"uuid": None}, {"device.uuid"}),
-        ({}, set()),
+        ({"uuid": "GPU-2"}, ("device.uuid",)),
+        ({"multi_processor_count": 60, "total_memory": 70 << 30}, ("device.memory_bytes", "device.sm_count")),
+        ({"uuid": "MIG-1", "multi_processor_count": 16}, ("device.sm_count", "device.uuid")),
+        ({"pci_bus_id": 27}, ("device.pci",)),
+        ({"name": "NVIDIA H100"}, ("device.name",)),
+        ({"uuid": None}, ("device.uuid",)),
+        ({}, ()),
     ],
     ids=str,
 )
 def test_b75_another_card_or_slice_is_another_key(
-    other: dict[str, Any], differing: set[str], monkeypatch: pytest.MonkeyPatch
+    other: dict[str, Any], differing: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cards = Cards(monkeypatch, {}, other)
     ours, theirs = cards.parts
-    assert {name for name in ours | theirs if ours[name] != theirs[name]} == differing
+    assert {name for name in ours | theirs if ours[name] != theirs[name]} == set(differing)
 
 
 def test_b75_without_a_uuid_a_card_is_told_by_its_place(monkeypatch: pytest.MonkeyPatch) -> None:

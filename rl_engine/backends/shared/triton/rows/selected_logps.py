@@ -141,7 +141,7 @@ def _store(logp_ptr, norm_ptr, which, row, used, active, chosen, m, s, n_rows):
     log2_sum = tl.log2(s)
     logp = tl.where(active, log_probability(chosen, m, log2_sum), 0.0)
     tl.store(logp_ptr + which * n_rows + row, logp, mask=used)
-    first = used & (which == 0)
+    first = used & (tl.full(row.shape, which, tl.int64) == 0)
     tl.store(norm_ptr + row, m, mask=first)
     tl.store(norm_ptr + n_rows + row, log2_sum, mask=first)
 
