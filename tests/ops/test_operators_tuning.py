@@ -20,7 +20,7 @@ from rl_engine.runtime.policy import autotune
 from tests.support.ops_inputs import ON_GPU, Sample, assert_same, of_cases, run_sample, samples, triton_op
 from tests.support.ops_launches import Launch, library_kernels, new_process, recorded
 
-ADVERSARY_SEEDS = 10
+ADVERSARY_SEEDS = 10 if ON_GPU else 4
 DTYPE = "bfloat16" if ON_GPU else "float32"  # or the only one of an operator: measuring takes seconds a launch
 # What may happen to a candidate; other bytes may not. The interpreter has no warps, and a card only so many registers.
 EXPECTED_REJECTIONS = ("same launch as", "too many programs", "failed: OutOfResources")
