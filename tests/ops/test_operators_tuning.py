@@ -21,6 +21,7 @@ from tests.support.ops_inputs import ON_GPU, Sample, assert_same, of_cases, run_
 from tests.support.ops_launches import Launch, library_kernels, new_process, recorded
 
 ADVERSARY_SEEDS = 10 if ON_GPU else 4
+MOST_LAUNCHES = 16 if ON_GPU else 4  # of a kernel whose candidates are compared, from all over the cases
 DTYPE = "bfloat16" if ON_GPU else "float32"  # or the only one of an operator: measuring takes seconds a launch
 # What may happen to a candidate; other bytes may not. The interpreter has no warps, and a card only so many registers.
 EXPECTED_REJECTIONS = ("same launch as", "too many programs", "failed: OutOfResources")
@@ -80,7 +81,8 @@ def launches() -> dict[str, list[Launch]]:
             run_sample(triton_op(sample.spec.name), sample)
         for launch in made:
             found[launch.kernel.__name__].append(launch)
-    return {name: list({_code(one): one for one in ones}.values()) for name, ones in found.items()}
+    different = {name: list({_code(one): one for one in ones}.values()) for name, ones in found.items()}
+    return {name: ones[:: -(-len(ones) // MOST_LAUNCHES)] for name, ones in different.items()}
 
 
 def _code(launch: Launch) -> tuple[object, ...]:
@@ -162,4 +164,4 @@ def test_implementations_take_the_same_arguments_as_the_reference(spec: OpSpec) 
 
 
 def test_tiny_cases_are_small_enough_for_the_interpreter() -> None:
-    assert all(tensor.numel() <= 256 for sample in samples(of_cases("tiny")) for tensor in sample.inputs().args)
+    assert all(tensor.numel() <= 2048 for sample in samples(of_cases("tiny")) for tensor in sample.inputs().args)
