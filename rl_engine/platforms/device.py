@@ -36,6 +36,18 @@ class DeviceIdentity:
     pci: str | None = None
 
 
+# A card of which nothing is known: a fixed launch may only be slower on it.
+UNKNOWN = DeviceIdentity("cuda", "unknown", "unknown", sm_count=1)
+
+
+def for_launch(index: int) -> DeviceIdentity:
+    """Return what launch rules go by: `identify`'s answer, or `UNKNOWN`: a card that gives none runs kernels too."""
+    try:
+        return identify(index)
+    except (RuntimeError, AssertionError):
+        return UNKNOWN
+
+
 @functools.cache
 def identify(index: int) -> DeviceIdentity:
     """Return the identity of accelerator ``index``, or of the CPU for -1.

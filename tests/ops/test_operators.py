@@ -11,6 +11,9 @@ import torch
 
 from rl_engine.backends import catalog
 from rl_engine.backends.spec import Inputs, OpSpec
+from rl_engine.platforms import device
+from rl_engine.platforms.device import DeviceIdentity
+from rl_engine.runtime.policy import autotune
 from tests.support.ops_inputs import (
     DTYPES,
     LAYOUTS,
@@ -173,6 +176,20 @@ def test_zero_rows_give_empty_outputs_and_zero_gradients_of_what_rows_share(samp
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -0.0, 1e-40, 65504.0, -65504.0])
+@pytest.mark.parametrize("sample", samples(of_cases("tiny")), ids=str)
+def test_a_card_that_does_not_say_what_it_is_gives_the_same_bytes(
+    sample: Sample, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def silent(_index: int) -> DeviceIdentity:
+        raise RuntimeError("no such device")
+
+    inputs, op = sample.inputs(), triton_op(sample.spec.name)
+    with autotune("off"):
+        known = run_sample(op, sample, inputs)
+        monkeypatch.setattr(device, "identify", silent)
+        assert_same(run_sample(op, sample, inputs), known, "an unknown card")
+
+
 @pytest.mark.parametrize("sample", samples(of_cases("odd")), ids=str)
 def test_special_values_come_out_as_from_the_reference(sample: Sample, value: float) -> None:
     inputs = sample.inputs()

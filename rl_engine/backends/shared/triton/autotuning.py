@@ -41,8 +41,6 @@ _kernels: dict[str, KernelLauncher] = {}
 # Triton's interpreter patches `triton.language` for the whole process: 34 of 160 launches from four threads failed.
 _interpreter_lock = threading.RLock()
 _in_child_of_cuda_process = _fork_inherits_cuda = False
-# A card of which nothing is known: a fixed launch may only be slower on it.
-_UNKNOWN = device.DeviceIdentity("cuda", "unknown", "unknown", sm_count=1)
 
 
 def kernels() -> Mapping[str, KernelLauncher]:
@@ -157,10 +155,7 @@ class KernelLauncher:
     def _run_fixed(self, grid: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         given = {name: value for name, value in kwargs.items() if name not in self._explicit}
         sizes = self._signature.sizes(*args, **given)
-        try:
-            identity = device.identify(self._signature.index(*args, **given))
-        except (RuntimeError, AssertionError):  # a card that does not say what it is still runs kernels
-            identity = _UNKNOWN
+        identity = device.for_launch(self._signature.index(*args, **given))
         return self._run(grid, args, {**self.declaration.fixed(sizes, identity), **kwargs})
 
     def _run(self, grid: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -200,7 +195,7 @@ class KernelLauncher:
             parts = {**self._static_parts(index), **self._signature.parts(values), "phase": policy.phase}
         except (RuntimeError, AssertionError, OSError) as error:
             events.log().warn_once(self.__name__, f"{self.__name__} runs fixed: the device cannot be told ({error})")
-            return self.declaration.fixed(self._signature.sizes(*args, **kwargs), _UNKNOWN)
+            return self.declaration.fixed(self._signature.sizes(*args, **kwargs), device.UNKNOWN)
         candidates = self.candidates(self._signature.sizes(*args, **kwargs), identity)
         key = TuningKey.of(self.__name__, {**parts, "kernel.candidates": candidates_digest(candidates)})
         if _in_child_of_cuda_process or (index >= 0 and torch.cuda.is_current_stream_capturing()):

@@ -268,11 +268,8 @@ def fuses(n_rows: int, n_cols: int, device_index: int) -> bool:
 
     H200: [4096, 4096] takes 38 us fused and 46 apart, [2048, 4096] 35 and 22, [8192, 1024] 27 and 24.
     """
-    if n_cols > WIDEST:
-        return False
-    try:
-        identity = device.identify(device_index)
-    except (RuntimeError, AssertionError):  # a card that does not say what it is still runs kernels
+    identity = device.for_launch(device_index)
+    if n_cols > WIDEST or identity is device.UNKNOWN:
         return False
     programs = -(-n_rows // (LEAF.value * leaves_a_program(n_cols)))
     return n_rows > LEAF.value if is_interpreter(identity.arch) else 4 * programs >= 3 * identity.sm_count
@@ -296,7 +293,7 @@ def launch_fused(
     n_cols, leaves = x.shape[-1], leaves_a_program(x.shape[-1])
     x_data, *x_rows, x_unit = rows_of(x)
     dy_data, *dy_rows, dy_unit = rows_of(dy)
-    span = leaves_in_turn(len(rstd), n_cols, device.identify(x.get_device()).sm_count)
+    span = leaves_in_turn(len(rstd), n_cols, device.for_launch(x.get_device()).sm_count)
     programs = -(-len(rstd) // (LEAF.value * leaves * span))
     roots = torch.empty(programs, n_cols, dtype=torch.float32, device=x.device)
     _rms_norm_bwd_kernel[(programs,)](

@@ -291,7 +291,7 @@ def _launch(
     inputs = (z, second, targets.contiguous(), None if mask is None else mask.contiguous())
     options = (z.stride(0), 0 if second is None else second.stride(0), ignore_index, 1.0 / temperature)
     scale, cols = temperature != 1.0, min(power_of_two(n_cols), CHUNK.value)
-    sm_count = device.identify(z.get_device()).sm_count
+    sm_count = device.for_launch(z.get_device()).sm_count
     if n_cols <= cols or n_rows >= _ROWS_A_MULTIPROCESSOR * sm_count:
         even = n_cols % 16 == 0  # what Triton knows of an integer: then masks along the row keep loads wide
         _selected_logps_kernel[_by_rows](
