@@ -6,12 +6,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rl_engine.backends.shared.triton.compiler import unavailable
+from rl_engine.backends.shared.triton.compiler import is_interpreter, unavailable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from rl_engine.platforms.device import DeviceIdentity
+
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+INTERPRETED_TILE = 1 << 18  # elements: an interpreted program costs milliseconds whatever its size
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -53,6 +56,16 @@ def power_of_two(n: int) -> int:
 def rows_a_program(n_rows: int, most: int, sm_count: int) -> int:
     """Return how many rows, a power of two, a program takes: ``most``, or fewer where multiprocessors would idle."""
     return max(1, min(most, power_of_two(-(-n_rows // sm_count))))
+
+
+def rows_in_tile(n_rows: int, width: int, elements: int, device: DeviceIdentity) -> int:
+    """Return how many rows of ``width`` elements, a power of two, a program takes: up to ``elements`` in all.
+
+    Fewer where multiprocessors would idle; under the interpreter as many as `INTERPRETED_TILE` holds.
+    """
+    if is_interpreter(device.arch):
+        return rows_a_program(n_rows, INTERPRETED_TILE // width, 1)
+    return rows_a_program(n_rows, elements // width, device.sm_count)
 
 
 def grad_enabled(*tensors: torch.Tensor | None) -> bool:

@@ -15,7 +15,6 @@ from rl_engine.backends.shared.triton import operands
 from rl_engine.backends.shared.triton.autotuning import TunableKernel, pin_autotune, pinned_backward
 from rl_engine.backends.shared.triton.compiler import is_interpreter, unavailable
 from rl_engine.backends.shared.triton.embedding.gradient import (
-    INTERPRETED_TILE,
     add_gradient,
     admits_blocks,
     block_of,
@@ -34,7 +33,7 @@ def _fixed_tokens(sizes: Mapping[str, Any], device: DeviceIdentity) -> dict[str,
     """Return 4096 elements a program, and fewer where multiprocessors would stay idle."""
     n_tokens, n_cols = sizes["n_tokens"], sizes["COLS"]
     block = block_of(n_cols, 2048 if n_tokens * n_cols >= 2048 * 8 * device.sm_count else 1024, device)
-    most, programs = (INTERPRETED_TILE, 1) if is_interpreter(device.arch) else (4096, 8 * device.sm_count)
+    most, programs = (operands.INTERPRETED_TILE, 1) if is_interpreter(device.arch) else (4096, 8 * device.sm_count)
     rows = operands.rows_a_program(n_tokens, most // block, programs)
     return {"ROWS": rows, "BLOCK": block, "num_warps": 8 if rows * block >= 4096 else 4}
 

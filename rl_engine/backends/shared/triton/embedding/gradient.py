@@ -18,7 +18,7 @@ from rl_engine.backends.shared.triton import operands
 from rl_engine.backends.shared.triton.autotuning import TunableKernel
 from rl_engine.backends.shared.triton.compiler import is_interpreter
 from rl_engine.backends.shared.triton.embedding.sort import sorted_tokens
-from rl_engine.backends.shared.triton.operands import power_of_two
+from rl_engine.backends.shared.triton.operands import INTERPRETED_TILE, power_of_two
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from rl_engine.platforms.device import DeviceIdentity
 
 CHUNK = tl.constexpr(32)  # tokens of one ascending chain: contract
-INTERPRETED_TILE = 1 << 18  # an interpreted program costs milliseconds whatever its size
 
 
 def block_of(n_cols: int, most: int, device: DeviceIdentity) -> int:

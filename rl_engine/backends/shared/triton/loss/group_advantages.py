@@ -16,7 +16,7 @@ from rl_engine.backends.reference.loss.group_advantages import (
 )
 from rl_engine.backends.shared.triton import operands
 from rl_engine.backends.shared.triton.autotuning import TunableKernel
-from rl_engine.backends.shared.triton.compiler import is_interpreter, unavailable
+from rl_engine.backends.shared.triton.compiler import unavailable
 from rl_engine.backends.shared.triton.graph import graph_operator
 from rl_engine.backends.shared.triton.operands import power_of_two
 from rl_engine.backends.shared.triton.primitives.folds import fold_columns, rounded_product
@@ -34,8 +34,7 @@ _STD = {"none": 0, "population": _POPULATION.value, "sample": 2}
 
 
 def _fixed(sizes: Mapping[str, Any], device: DeviceIdentity) -> dict[str, int]:
-    most, programs = (1 << 18, 1) if is_interpreter(device.arch) else (128, device.sm_count)
-    groups = operands.rows_a_program(sizes["n_groups"], most // sizes["TILE"], programs)
+    groups = operands.rows_in_tile(sizes["n_groups"], sizes["TILE"], 128, device)
     return {"GROUPS": groups, "num_warps": 1 if sizes["TILE"] <= 128 else 4}
 
 

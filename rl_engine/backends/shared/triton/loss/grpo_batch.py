@@ -15,7 +15,6 @@ import triton.language as tl
 
 from rl_engine.backends.shared.triton import operands
 from rl_engine.backends.shared.triton.autotuning import TunableKernel
-from rl_engine.backends.shared.triton.compiler import is_interpreter
 from rl_engine.backends.shared.triton.operands import as_rows, power_of_two
 from rl_engine.backends.shared.triton.primitives.folds import fold_columns
 
@@ -172,8 +171,7 @@ def count(batch: Batch) -> Counts:
 
 def fixed_tiles(sizes: Mapping[str, Any], device: DeviceIdentity) -> dict[str, int]:
     """Return about 1024 tokens a program, and fewer where multiprocessors would stay idle."""
-    most, programs = (1 << 18, 1) if is_interpreter(device.arch) else (1024, device.sm_count)
-    return {"SEQS": operands.rows_a_program(sizes["n_seqs"], most // sizes["TILE"], programs), "num_warps": 4}
+    return {"SEQS": operands.rows_in_tile(sizes["n_seqs"], sizes["TILE"], 1024, device), "num_warps": 4}
 
 
 def admits_tiles(sizes: Mapping[str, Any], launch: Mapping[str, int]) -> bool:

@@ -27,7 +27,7 @@ from rl_engine.backends.shared.triton.loss.grpo_batch import (
     place,
     token_count,
 )
-from rl_engine.backends.shared.triton.operands import power_of_two
+from rl_engine.backends.shared.triton.operands import INTERPRETED_TILE, power_of_two
 from rl_engine.backends.shared.triton.primitives.folds import fold_columns, log2, rounded_product
 from rl_engine.backends.shared.triton.primitives.kl import kl_and_slope
 
@@ -287,7 +287,7 @@ def losses(
 
 def _fixed_scale(sizes: Mapping[str, Any], device: DeviceIdentity) -> dict[str, int]:
     if is_interpreter(device.arch):
-        return {"BLOCK": 1 << 18, "num_warps": 4}
+        return {"BLOCK": INTERPRETED_TILE, "num_warps": 4}
     return {"BLOCK": 8192 if sizes["n"] >= 8192 * device.sm_count else 1024, "num_warps": 4}
 
 

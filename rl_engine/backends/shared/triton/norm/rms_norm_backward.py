@@ -16,7 +16,6 @@ import triton.language as tl
 from rl_engine.backends.shared.triton.autotuning import TunableKernel
 from rl_engine.backends.shared.triton.compiler import is_interpreter
 from rl_engine.backends.shared.triton.norm.rms_norm_forward import (
-    INTERPRETED_TILE,
     WIDEST,
     admits_rows,
     by_rows,
@@ -25,7 +24,7 @@ from rl_engine.backends.shared.triton.norm.rms_norm_forward import (
     normalized,
 )
 from rl_engine.backends.shared.triton.norm.strided_rows import load_tile, row_offset, rows_of, store_tile
-from rl_engine.backends.shared.triton.operands import power_of_two
+from rl_engine.backends.shared.triton.operands import INTERPRETED_TILE, power_of_two
 from rl_engine.backends.shared.triton.primitives.folds import fold_columns, fold_rows, minus_zero, rounded_product
 from rl_engine.platforms import device
 

@@ -14,7 +14,6 @@ import triton.language as tl
 
 from rl_engine.backends.shared.triton import operands
 from rl_engine.backends.shared.triton.autotuning import TunableKernel
-from rl_engine.backends.shared.triton.compiler import is_interpreter
 from rl_engine.backends.shared.triton.norm.strided_rows import load_columns, load_tile, row_offset, rows_of, store_tile
 from rl_engine.backends.shared.triton.operands import power_of_two
 from rl_engine.backends.shared.triton.primitives.folds import fold_columns, rounded_product
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from rl_engine.platforms.device import DeviceIdentity
 
 WIDEST = 8192  # columns of a tile: 32 fp32 registers a thread with 8 warps
-INTERPRETED_TILE = 1 << 18  # an interpreted program costs milliseconds whatever its size
 NONE, LLAMA, GEMMA = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # casting modes
 by_rows = operands.blocks("n_rows", "ROWS")
 
@@ -39,9 +37,7 @@ def fixed_rows(sizes: Mapping[str, Any], device: DeviceIdentity) -> dict[str, in
     with 4, 83.0 with 8), 32 of rows of 8192 (135.6 us with 8 warps, 171.6 with 16).
     """
     tile = sizes["TILE"]
-    if is_interpreter(device.arch):
-        return {"ROWS": operands.rows_a_program(sizes["n_rows"], INTERPRETED_TILE // tile, 1), "num_warps": 4}
-    rows = operands.rows_a_program(sizes["n_rows"], 2048 // tile, device.sm_count)
+    rows = operands.rows_in_tile(sizes["n_rows"], tile, 2048, device)
     return {"ROWS": rows, "num_warps": max(1, min(8, rows * tile // 512))}
 
 

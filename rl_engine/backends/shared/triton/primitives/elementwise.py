@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from rl_engine.backends.shared.triton.compiler import is_interpreter
-from rl_engine.backends.shared.triton.operands import as_rows, power_of_two
+from rl_engine.backends.shared.triton.operands import INTERPRETED_TILE, as_rows, power_of_two
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 # Which thread computes an element changes no sum: there is none.
 NEUTRAL = {"BLOCK": (512, 1024, 2048, 4096), "num_warps": (4, 8)}
-_INTERPRETED_BLOCK = 1 << 18  # an interpreted program costs milliseconds whatever its size
 
 
 @triton.jit
@@ -44,7 +43,7 @@ def fixed(sizes: Mapping[str, Any], device: DeviceIdentity) -> dict[str, int]:
     """
     columns = sizes["n_cols"]
     if is_interpreter(device.arch):
-        return {"BLOCK": min(power_of_two(columns), _INTERPRETED_BLOCK), "num_warps": 4}
+        return {"BLOCK": min(power_of_two(columns), INTERPRETED_TILE), "num_warps": 4}
     block = 1024 if columns * sizes["n_rows"] >= 2 * 1024 * device.sm_count else 512
     return {"BLOCK": block, "num_warps": 4}
 

@@ -21,7 +21,7 @@ from rl_engine.backends.shared.triton import operands
 from rl_engine.backends.shared.triton.autotuning import TunableKernel, pin_autotune, pinned_backward
 from rl_engine.backends.shared.triton.compiler import is_interpreter, unavailable
 from rl_engine.backends.shared.triton.graph import differentiate, empty_like, graph_operator
-from rl_engine.backends.shared.triton.operands import power_of_two
+from rl_engine.backends.shared.triton.operands import INTERPRETED_TILE, power_of_two
 from rl_engine.backends.shared.triton.primitives.folds import log2, rounded_product
 from rl_engine.backends.spec import implements
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from rl_engine.platforms.device import DeviceIdentity
 
 _TILE = 16384  # elements of a program: 32 kB of bf16, eight 16-byte loads a thread in flight
-_INTERPRETED_TILE = 1 << 18  # an interpreted program costs milliseconds whatever its size
 _VECTOR = 8  # elements of bf16 that one 16-byte access moves
 
 _TWO_OVER_PI = tl.constexpr(0.6366197723675814)
@@ -50,8 +49,8 @@ def _fixed(sizes: Mapping[str, Any], device: DeviceIdentity) -> dict[str, int]:
     row, n_tokens = 2 * sizes["LANES"], sizes["n_tokens"]
     heads = power_of_two(max(sizes["q_heads"], sizes["k_heads"]))
     if is_interpreter(device.arch):
-        tokens = min(power_of_two(n_tokens), max(1, _INTERPRETED_TILE // row))
-        return {"TOKENS": tokens, "HEADS": min(heads, max(1, _INTERPRETED_TILE // (row * tokens))), "STEPS": 1,
+        tokens = min(power_of_two(n_tokens), max(1, INTERPRETED_TILE // row))
+        return {"TOKENS": tokens, "HEADS": min(heads, max(1, INTERPRETED_TILE // (row * tokens))), "STEPS": 1,
                 "num_warps": 4}  # fmt: skip
     per_thread = _VECTOR if sizes["INTERLEAVED"] else 2 * _VECTOR  # of one head: two halves are two accesses
     most = max(1, 256 * per_thread // row)

@@ -14,7 +14,6 @@ import triton.language as tl
 
 from rl_engine.backends.shared.triton import operands
 from rl_engine.backends.shared.triton.autotuning import TunableKernel
-from rl_engine.backends.shared.triton.compiler import is_interpreter
 from rl_engine.backends.shared.triton.operands import power_of_two
 from rl_engine.backends.shared.triton.primitives.folds import rounded_product
 from rl_engine.backends.shared.triton.primitives.logsumexp import probability, scaled
@@ -24,15 +23,13 @@ if TYPE_CHECKING:
 
     from rl_engine.platforms.device import DeviceIdentity
 
-_INTERPRETED_TILE = 1 << 18  # an interpreted program costs milliseconds whatever its size
 _TILE = 2048  # elements a program with 4 warps: 0.99 of an H200's copy at [8192, 151936] bf16, with 4096 0.98
 
 
 def _fixed(sizes: Mapping[str, Any], device: DeviceIdentity) -> dict[str, int]:
     """Return one block of one row a program, or several short rows."""
     block = min(power_of_two(sizes["n_cols"]), _TILE)
-    most, programs = (_INTERPRETED_TILE, 1) if is_interpreter(device.arch) else (_TILE, device.sm_count)
-    return {"ROWS": operands.rows_a_program(sizes["n_rows"], most // block, programs), "BLOCK": block, "num_warps": 4}
+    return {"ROWS": operands.rows_in_tile(sizes["n_rows"], block, _TILE, device), "BLOCK": block, "num_warps": 4}
 
 
 def _admits(sizes: Mapping[str, Any], launch: Mapping[str, int]) -> bool:

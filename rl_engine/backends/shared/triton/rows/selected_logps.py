@@ -14,7 +14,6 @@ import triton.language as tl
 
 from rl_engine.backends.shared.triton import operands
 from rl_engine.backends.shared.triton.autotuning import TunableKernel
-from rl_engine.backends.shared.triton.compiler import is_interpreter
 from rl_engine.backends.shared.triton.operands import power_of_two
 from rl_engine.backends.shared.triton.primitives.logsumexp import (
     CHUNK,
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
     from rl_engine.platforms.device import DeviceIdentity
 
-_INTERPRETED_TILE = 1 << 18  # an interpreted program costs milliseconds whatever its size
 _UNROLL = tl.constexpr(8)  # chunks whose statistics are fetched at once while merging
 # Fewer rows than this a multiprocessor, and programs of single chunks are faster than programs of rows.
 _ROWS_A_MULTIPROCESSOR = 8
@@ -50,10 +48,7 @@ def _fixed_rows(sizes: Mapping[str, Any], device: DeviceIdentity) -> dict[str, i
 
     Exchanges between warps bound the time: [8192, 151936] bf16 takes 587 us with 2 warps, 607 with 4, 772 with 8.
     """
-    if is_interpreter(device.arch):
-        return {"ROWS": operands.rows_a_program(sizes["n_rows"], _INTERPRETED_TILE // sizes["COLS"], 1), "num_warps": 4}
-    most = CHUNK.value // sizes["COLS"]
-    rows = operands.rows_a_program(sizes["n_rows"], most, device.sm_count)
+    rows = operands.rows_in_tile(sizes["n_rows"], sizes["COLS"], CHUNK.value, device)
     return {"ROWS": rows, "num_warps": 2 if sizes["COLS"] == CHUNK.value else 4}
 
 
