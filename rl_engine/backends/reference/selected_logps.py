@@ -7,6 +7,12 @@ import torch
 from rl_engine.backends.reference.dtypes import wide
 
 
+def require_temperature(op: str, temperature: float) -> None:
+    """Raise ValueError unless logits can be divided by it."""
+    if not temperature > 0:
+        raise ValueError(f"{op}: temperature is {temperature}; pass a number above 0")
+
+
 def selected_logps(logits: torch.Tensor, ids: torch.Tensor, use: torch.Tensor, temperature: float) -> torch.Tensor:
     """Return ``log_softmax(logits / temperature)`` at ``ids``, fp32 (fp64 for fp64).
 

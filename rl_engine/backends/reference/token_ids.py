@@ -1,11 +1,15 @@
-"""The check of token ids that operators share."""
+"""Checks of token ids that operators share."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
 
-if TYPE_CHECKING:
-    import torch
+
+def require_ids(op: str, **ids: torch.Tensor) -> None:
+    """Raise TypeError unless every tensor is int32 or int64."""
+    for name, tensor in ids.items():
+        if tensor.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{op}: {name} are {tensor.dtype}; pass int32 or int64 ids")
 
 
 def validate_ids(op: str, ids: torch.Tensor, vocab: int, counted: torch.Tensor | None = None) -> None:

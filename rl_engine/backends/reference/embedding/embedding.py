@@ -8,7 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from rl_engine.backends.reference.dtypes import require_float, wide
-from rl_engine.backends.reference.token_ids import validate_ids
+from rl_engine.backends.reference.token_ids import require_ids, validate_ids
 from rl_engine.backends.spec import Case, InputMaker, Inputs, Tolerance, Traffic, operator
 
 _THR = {"rows": 16384, "vocab": 151936, "hidden": 4096}
@@ -39,8 +39,7 @@ def check_embedding(
             accumulate_into has another shape, overlaps itself or requires a gradient.
         TypeError: ids are not int32 or int64, or accumulate_into is neither fp32 nor of weight's dtype.
     """
-    if token_ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"embedding: token_ids are {token_ids.dtype}; pass int32 or int64 ids")
+    require_ids("embedding", token_ids=token_ids)
     if weight.dim() != 2 or not weight.numel():
         raise ValueError(f"embedding: weight is {list(weight.shape)}; pass [vocab, hidden], both at least 1")
     vocab = weight.shape[0]

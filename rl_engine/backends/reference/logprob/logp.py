@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from rl_engine.backends.reference.dtypes import require_float
-from rl_engine.backends.reference.selected_logps import selected_logps
-from rl_engine.backends.reference.token_ids import validate_ids
+from rl_engine.backends.reference.selected_logps import require_temperature, selected_logps
+from rl_engine.backends.reference.token_ids import require_ids, validate_ids
 from rl_engine.backends.spec import Case, InputMaker, Inputs, Tolerance, Traffic, operator
+
+if TYPE_CHECKING:
+    import torch
 
 
 def _inputs(make: InputMaker, rows: int, vocab: int) -> Inputs:
@@ -20,8 +23,7 @@ def _traffic(itemsize: int, rows: int, vocab: int) -> Traffic:
 
 def check_logp(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> None:
     """Raise unless ``targets`` are int32 or int64 ids of shape ``logits.shape[:-1]`` and temperature is positive."""
-    if targets.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"logp: targets are {targets.dtype}; pass int32 or int64 ids")
+    require_ids("logp", targets=targets)
     if logits.dim() == 0 or logits.shape[-1] == 0:
         raise ValueError(f"logp: logits are {list(logits.shape)}; pass [..., vocab] with vocab of at least 1")
     if targets.shape != logits.shape[:-1]:
@@ -29,8 +31,7 @@ def check_logp(logits: torch.Tensor, targets: torch.Tensor, temperature: float) 
             f"logp: targets are {list(targets.shape)}, logits are {list(logits.shape)}; "
             f"pass targets of shape {list(logits.shape[:-1])}"
         )
-    if not temperature > 0:
-        raise ValueError(f"logp: temperature is {temperature}; pass a number above 0")
+    require_temperature("logp", temperature)
 
 
 @operator(

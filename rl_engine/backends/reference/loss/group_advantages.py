@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 
 from rl_engine.backends.reference.dtypes import require_float, wide
+from rl_engine.backends.reference.words import require_word
 from rl_engine.backends.spec import Case, InputMaker, Inputs, Tolerance, Traffic, operator
 
 StandardDeviation = Literal["population", "sample", "none"]
@@ -56,9 +57,8 @@ def check_groups(rewards: torch.Tensor, samples_per_prompt: int | None, group_bo
 
 def check_words(std: str, eps_mode: str) -> None:
     """Raise ValueError for a word that says nothing."""
-    for name, word, known in (("std", std, StandardDeviation), ("eps_mode", eps_mode, EpsMode)):
-        if word not in get_args(known):
-            raise ValueError(f"group_advantages: {name} is {word!r}; pass one of {', '.join(get_args(known))}")
+    require_word("group_advantages", "std", std, StandardDeviation)
+    require_word("group_advantages", "eps_mode", eps_mode, EpsMode)
 
 
 @operator(

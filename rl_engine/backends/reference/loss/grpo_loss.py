@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 
 from rl_engine.backends.reference.dtypes import require_float, wide
 from rl_engine.backends.reference.kl import KLEstimator, estimate_kl
+from rl_engine.backends.reference.words import require_word
 from rl_engine.backends.spec import Case, InputMaker, Inputs, Tolerance, Traffic, operator
 
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
@@ -70,8 +71,7 @@ def check_grpo_loss(
         raise ValueError(f"{op}: beta is {beta} without ref_logps; pass the reference policy's log-probabilities")
     words = (("aggregation", aggregation, Aggregation), ("kl", kl, KLEstimator), ("surrogate", surrogate, Surrogate))
     for name, word, known in words:
-        if word not in get_args(known):
-            raise ValueError(f"{op}: {name} is {word!r}; pass one of {', '.join(get_args(known))}")
+        require_word(op, name, word, known)
     if dual_clip is not None and (surrogate == "cispo" or not dual_clip > 1):
         raise ValueError(f"{op}: dual_clip is {dual_clip} for {surrogate}; pass a number above 1, for grpo or gspo")
     _check_normalizer(op, aggregation, normalizer)

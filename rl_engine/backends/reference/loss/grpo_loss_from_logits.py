@@ -9,8 +9,8 @@ import torch
 
 from rl_engine.backends.reference.dtypes import require_float
 from rl_engine.backends.reference.loss.grpo_loss import Aggregation, GRPOLoss, Surrogate, check_grpo_loss, grpo_loss
-from rl_engine.backends.reference.selected_logps import selected_logps
-from rl_engine.backends.reference.token_ids import validate_ids
+from rl_engine.backends.reference.selected_logps import require_temperature, selected_logps
+from rl_engine.backends.reference.token_ids import require_ids, validate_ids
 from rl_engine.backends.spec import Case, InputMaker, Inputs, Tolerance, Traffic, operator
 
 if TYPE_CHECKING:
@@ -49,8 +49,7 @@ def check_grpo_loss_from_logits(
     temperature: float,
 ) -> None:
     """Raise unless the logits fit the ids; what the loss itself asks for is `check_grpo_loss`'s."""
-    if action_ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{_OP}: action_ids are {action_ids.dtype}; pass int32 or int64 ids")
+    require_ids(_OP, action_ids=action_ids)
     if policy_logits.dim() != 3 or policy_logits.shape[-1] == 0:
         raise ValueError(f"{_OP}: policy_logits are {list(policy_logits.shape)}; pass [sequences, tokens, vocab]")
     if action_ids.shape != policy_logits.shape[:2]:
@@ -63,8 +62,7 @@ def check_grpo_loss_from_logits(
         raise ValueError(
             f"{_OP}: ref_logits are {list(ref_logits.shape)}; pass policy_logits' shape {list(policy_logits.shape)}"
         )
-    if not temperature > 0:
-        raise ValueError(f"{_OP}: temperature is {temperature}; pass a number above 0")
+    require_temperature(_OP, temperature)
 
 
 @operator(

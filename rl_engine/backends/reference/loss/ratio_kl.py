@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 
 from rl_engine.backends.reference.dtypes import require_float, wide
 from rl_engine.backends.reference.kl import KLEstimator, estimate_kl
-from rl_engine.backends.reference.selected_logps import selected_logps
-from rl_engine.backends.reference.token_ids import validate_ids
+from rl_engine.backends.reference.selected_logps import require_temperature, selected_logps
+from rl_engine.backends.reference.token_ids import require_ids, validate_ids
+from rl_engine.backends.reference.words import require_word
 from rl_engine.backends.spec import Case, InputMaker, Inputs, Tolerance, Traffic, operator
 
 
@@ -50,8 +51,7 @@ def check_ratio_kl(
     kl: str,
 ) -> None:
     """Raise unless the shapes fit together and exactly one of ``ref_logits`` and ``ref_logps`` is given."""
-    if action_ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"ratio_kl: action_ids are {action_ids.dtype}; pass int32 or int64 ids")
+    require_ids("ratio_kl", action_ids=action_ids)
     if policy_logits.dim() == 0 or policy_logits.shape[-1] == 0:
         raise ValueError(
             f"ratio_kl: policy_logits are {list(policy_logits.shape)}; pass [..., vocab] with vocab of at least 1"
@@ -69,10 +69,8 @@ def check_ratio_kl(
     for name, tensor in given.items():
         if tensor is not None and tensor.shape != tokens:
             raise ValueError(f"ratio_kl: {name} is {list(tensor.shape)}; pass one value a token, {list(tokens)}")
-    if not temperature > 0:
-        raise ValueError(f"ratio_kl: temperature is {temperature}; pass a number above 0")
-    if kl not in get_args(KLEstimator):
-        raise ValueError(f"ratio_kl: kl is {kl!r}; pass one of {', '.join(get_args(KLEstimator))}")
+    require_temperature("ratio_kl", temperature)
+    require_word("ratio_kl", "kl", kl, KLEstimator)
 
 
 @operator(
