@@ -93,7 +93,7 @@ class _AddInto(torch.autograd.Function):
     ),
     inputs=_inputs,
     cases=(
-        Case("tiny", {"rows": 5, "vocab": 7, "hidden": 256}),
+        Case("tiny", {"rows": 5, "vocab": 7, "hidden": 16}),
         Case("odd", {"rows": 37, "vocab": 97, "hidden": 181}),
         Case("one", {"rows": 3, "vocab": 1, "hidden": 1}),
         Case("hot", {"rows": 200, "vocab": 3, "hidden": 24}),

@@ -43,7 +43,7 @@ def _fixed_tokens(sizes: Mapping[str, Any], device: DeviceIdentity) -> dict[str,
     data=("weight_ptr",),
     dynamic=("n_tokens",),
     fixed=_fixed_tokens,
-    neutral={"ROWS": (1, 2, 4), "BLOCK": (256, 512, 1024, 2048, 4096), "num_warps": (4, 8)},  # no sum at all
+    neutral={"ROWS": (1, 2, 4), "BLOCK": (16, 64, 256, 512, 1024, 2048, 4096), "num_warps": (4, 8)},  # no sum at all
     admits=admits_blocks,
 )
 @triton.jit(do_not_specialize=["n_tokens"])
