@@ -3,69 +3,34 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
 
 from rl_engine.backends import catalog
-from rl_engine.backends.reference.embedding.embedding import embedding as reference_embedding
 from rl_engine.backends.shared.triton.embedding.embedding import embedding as triton_embedding
 from rl_engine.backends.spec import Traffic
 from rl_engine.platforms import device
 from rl_engine.platforms.device import DeviceIdentity
 from rl_engine.runtime.registry import get_op
-from tests.support.ops_inputs import DEVICE, LAYOUTS, ON_GPU, Maker, assert_same_bytes
+from tests.support.ops_embedding import (
+    CHUNK,
+    EMBEDDINGS,
+    HALF,
+    Embedding,
+    accumulated,
+    by_contract,
+    close,
+    exact,
+    gradient,
+    ids_of,
+    shuffled,
+    weight_and_gradient,
+)
+from tests.support.ops_inputs import DEVICE, LAYOUTS, ON_GPU, assert_same_bytes
 
-Embedding = Callable[..., torch.Tensor]
-EMBEDDINGS = pytest.mark.parametrize("embedding", [reference_embedding, triton_embedding], ids=["pytorch", "triton"])
-HALF = torch.bfloat16 if ON_GPU else torch.float16
-CHUNK = 32  # contract
 RUNS = 20 if ON_GPU else 4
-CHAINS = 2e-6  # fp32 chains of 32 and of a few dozen chunk sums: 16 roundings of 1.2e-7, of normal numbers
 LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 96, 97, 200)
-
-
-def _ids(*values: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    return torch.tensor(values, dtype=dtype, device=DEVICE)
-
-
-def _shuffled(lengths: tuple[int, ...], *, seed: int = 0) -> torch.Tensor:
-    """Return ids 0, 1, ... as often as ``lengths`` say, in random order."""
-    ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    return ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed))].to(DEVICE)
-
-
-def _gradient(embedding: Embedding, ids: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, **options: object):
-    leaf = weight.detach().requires_grad_()
-    (dw,) = torch.autograd.grad(embedding(ids, leaf, **options), leaf, dy)
-    return dw
-
-
-def _exact(ids: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, *, padding: int = -1) -> torch.Tensor:
-    """Return the fp64 gradient, summed by hand."""
-    dw = torch.zeros(weight.shape, dtype=torch.float64, device=weight.device)
-    flat, rows = ids.reshape(-1).long(), dy.reshape(-1, dy.shape[-1]).double()
-    counted = (flat >= 0) & (flat < len(weight)) & (flat != padding)
-    return dw.index_add_(0, flat[counted], rows[counted])
-
-
-def _by_contract(ids: torch.Tensor, vocab: int, dy: torch.Tensor) -> torch.Tensor:
-    """Return the fp32 gradient in the order of the contract, one addition after the other."""
-    dw = torch.zeros(vocab, dy.shape[1], device=dy.device)
-    for row in range(vocab):
-        tokens = (ids == row).nonzero()[:, 0].tolist()
-        for start in range(0, len(tokens), CHUNK):
-            chain = torch.zeros(dy.shape[1], device=dy.device)
-            for token in tokens[start : start + CHUNK]:
-                chain = chain + dy[token].float()
-            dw[row] = dw[row] + chain
-    return dw
-
-
-def _case(vocab: int, hidden: int, ids: torch.Tensor, dtype: torch.dtype = torch.float32, *, seed: int = 1):
-    make = Maker(dtype, seed=seed)
-    return make.normal(vocab, hidden), make.normal(*ids.shape, hidden)
 
 
 @EMBEDDINGS
@@ -73,15 +38,15 @@ def _case(vocab: int, hidden: int, ids: torch.Tensor, dtype: torch.dtype = torch
 def test_b57_b13_a_bad_id_gives_a_row_of_nan_no_gradient_and_an_error_where_asked(
     embedding: Embedding, bad: int
 ) -> None:
-    ids = _ids(0, bad, 6, 0)
-    weight, dy = _case(7, 5, ids)
+    ids = ids_of(0, bad, 6, 0)
+    weight, dy = weight_and_gradient(7, 5, ids)
     dy[1] = float("nan")
     out = embedding(ids, weight)
     assert out[1].isnan().all()
     assert_same_bytes(out[[0, 2, 3]], weight[[0, 6, 0]], "the other rows")
     kept = torch.tensor([0, 2, 3], device=DEVICE)
-    others = _gradient(embedding, ids[kept], weight, dy[kept])
-    assert_same_bytes(_gradient(embedding, ids, weight, dy), others, "dw")
+    others = gradient(embedding, ids[kept], weight, dy[kept])
+    assert_same_bytes(gradient(embedding, ids, weight, dy), others, "dw")
     with pytest.raises(ValueError, match=rf"^embedding: 1 ids outside \[0, 7\), the first is {bad}; mask or fix"):
         embedding(ids, weight, validate=True)
     embedding(ids[kept], weight, validate=True)
@@ -90,32 +55,32 @@ def test_b57_b13_a_bad_id_gives_a_row_of_nan_no_gradient_and_an_error_where_aske
 @EMBEDDINGS
 def test_b57_ids_of_which_all_are_bad_give_zeros(embedding: Embedding) -> None:
     ids = torch.full((100,), -100, device=DEVICE)
-    weight, dy = _case(4, 6, ids)
+    weight, dy = weight_and_gradient(4, 6, ids)
     assert embedding(ids, weight).isnan().all()
-    assert_same_bytes(_gradient(embedding, ids, weight, dy / 0), torch.zeros_like(weight), "dw")
+    assert_same_bytes(gradient(embedding, ids, weight, dy / 0), torch.zeros_like(weight), "dw")
 
 
 @pytest.mark.parametrize("backend", ["rlkernel.pytorch.embedding", "rlkernel.triton.embedding"])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.int16, torch.uint8], ids=str)
 def test_b57_ids_of_other_types_are_refused_by_every_backend(backend: str, dtype: torch.dtype) -> None:
     with pytest.raises(TypeError, match=rf"^embedding: token_ids are {dtype}; pass int32 or int64 ids"):
-        get_op("embedding", DEVICE, backend=backend)(_ids(0, 1).to(dtype), torch.zeros(7, 5, device=DEVICE))
+        get_op("embedding", DEVICE, backend=backend)(ids_of(0, 1).to(dtype), torch.zeros(7, 5, device=DEVICE))
 
 
 @EMBEDDINGS
 def test_b57_int32_and_int64_ids_give_the_same_bytes(embedding: Embedding) -> None:
-    ids = _shuffled((3, 40, 0, 70, 1))
+    ids = shuffled((3, 40, 0, 70, 1))
     ids[::9] = -1
-    weight, dy = _case(5, 33, ids)
+    weight, dy = weight_and_gradient(5, 33, ids)
     assert_same_bytes(embedding(ids.int(), weight), embedding(ids, weight), "y")
-    assert_same_bytes(_gradient(embedding, ids.int(), weight, dy), _gradient(embedding, ids, weight, dy), "dw")
+    assert_same_bytes(gradient(embedding, ids.int(), weight, dy), gradient(embedding, ids, weight, dy), "dw")
 
 
 @EMBEDDINGS
 @pytest.mark.parametrize("copies", [1000, 4000])
 def test_b59_the_gradient_of_a_repeated_token_does_not_saturate(embedding: Embedding, copies: int) -> None:
     ids = torch.zeros(copies, dtype=torch.int64, device=DEVICE)
-    dw = _gradient(embedding, ids, torch.ones(10, 4, dtype=HALF, device=DEVICE), torch.ones(copies, 4, dtype=HALF,
+    dw = gradient(embedding, ids, torch.ones(10, 4, dtype=HALF, device=DEVICE), torch.ones(copies, 4, dtype=HALF,
                    device=DEVICE))  # fmt: skip
     wanted = torch.zeros_like(dw)
     wanted[0] = copies  # both dtypes hold it
@@ -126,34 +91,28 @@ def test_b59_shuffled_ids_of_a_constant_gradient_give_the_same_bytes() -> None:
     ids = torch.arange(10).repeat_interleave(torch.arange(0, 100, 10)).to(DEVICE)
     weight = torch.zeros(10, 4, device=DEVICE)
     dy = torch.full((len(ids), 4), 0.1, device=DEVICE)
-    first = _gradient(triton_embedding, ids, weight, dy)
+    first = gradient(triton_embedding, ids, weight, dy)
     for seed in range(RUNS):
         order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
-        assert_same_bytes(_gradient(triton_embedding, ids[order], weight, dy), first, f"shuffle {seed}")
+        assert_same_bytes(gradient(triton_embedding, ids[order], weight, dy), first, f"shuffle {seed}")
 
 
 @EMBEDDINGS
 @pytest.mark.parametrize("hidden", [8191, 8192, 8193, 12288, 65537])
 def test_b67_a_hidden_size_above_one_block_is_the_fp64_result(embedding: Embedding, hidden: int) -> None:
-    ids = _shuffled((1, 0, 2, 34))
-    weight, dy = _case(4, hidden, ids)
+    ids = shuffled((1, 0, 2, 34))
+    weight, dy = weight_and_gradient(4, hidden, ids)
     assert_same_bytes(embedding(ids, weight), weight[ids], "y")
-    _close(_gradient(embedding, ids, weight, dy), _exact(ids, weight, dy))
+    close(gradient(embedding, ids, weight, dy), exact(ids, weight, dy))
 
 
 @EMBEDDINGS
 @pytest.mark.parametrize("vocab", [65537, 151_936, 1_048_577] if ON_GPU else [65537])
 def test_b67_a_vocabulary_of_any_size_has_its_first_and_last_row(embedding: Embedding, vocab: int) -> None:
-    ids = _ids(vocab - 1, 0, vocab, 0, 65536)
-    weight, dy = _case(vocab, 1, ids)
+    ids = ids_of(vocab - 1, 0, vocab, 0, 65536)
+    weight, dy = weight_and_gradient(vocab, 1, ids)
     assert_same_bytes(embedding(ids, weight)[[0, 1, 3, 4]], weight[ids[[0, 1, 3, 4]]], "y")
-    _close(_gradient(embedding, ids, weight, dy), _exact(ids, weight, dy))
-
-
-def _close(ours: torch.Tensor, exact: torch.Tensor) -> None:
-    eps = 0.0 if ours.dtype == torch.float32 else torch.finfo(ours.dtype).eps
-    largest = float(exact.abs().max()) if exact.numel() else 0.0
-    torch.testing.assert_close(ours.double(), exact, rtol=eps, atol=CHAINS * max(largest, 1.0))
+    close(gradient(embedding, ids, weight, dy), exact(ids, weight, dy))
 
 
 @EMBEDDINGS
@@ -167,22 +126,22 @@ def _close(ours: torch.Tensor, exact: torch.Tensor) -> None:
 def test_segments_of_any_length_beside_each_other_have_fp64_sums(
     embedding: Embedding, lengths: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    ids = _shuffled(lengths)
-    weight, dy = _case(len(lengths) + 1, 24, ids, dtype)
-    _close(_gradient(embedding, ids, weight, dy), _exact(ids, weight, dy))
+    ids = shuffled(lengths)
+    weight, dy = weight_and_gradient(len(lengths) + 1, 24, ids, dtype)
+    close(gradient(embedding, ids, weight, dy), exact(ids, weight, dy))
 
 
 @pytest.mark.parametrize("lengths", [(31, 34, 32, 33, 64, 65, 1), (0, 5, 0, 100, 201), (130,)], ids=str)
 def test_sums_are_those_of_the_contract_bit_by_bit(lengths: tuple[int, ...]) -> None:
-    ids = _shuffled(lengths)
-    weight, dy = _case(len(lengths), 7, ids)
-    assert_same_bytes(_gradient(triton_embedding, ids, weight, dy), _by_contract(ids, len(weight), dy), "dw")
+    ids = shuffled(lengths)
+    weight, dy = weight_and_gradient(len(lengths), 7, ids)
+    assert_same_bytes(gradient(triton_embedding, ids, weight, dy), by_contract(ids, len(weight), dy), "dw")
 
 
 def test_the_contract_shows_a_sum_in_another_order() -> None:
-    ids = _shuffled((130,))
-    _weight, dy = _case(1, 7, ids)
-    assert not torch.equal(_by_contract(ids, 1, dy), _by_contract(ids, 1, dy.flip(0)))
+    ids = shuffled((130,))
+    _weight, dy = weight_and_gradient(1, 7, ids)
+    assert not torch.equal(by_contract(ids, 1, dy), by_contract(ids, 1, dy.flip(0)))
 
 
 def _slots(keys: list[int]) -> dict[int, list[tuple[int, int]]]:
@@ -215,31 +174,31 @@ def test_the_dense_gradient_of_many_random_lists_is_the_contracts() -> None:
     draw = random.Random(6)
     for trial in range(8):
         lengths = tuple(draw.choice((0, 1, 31, 32, 33, 34, 64, 65)) for _ in range(6))
-        ids = _shuffled(lengths, seed=trial)
-        weight, dy = _case(6, 3, ids, seed=trial)
-        dw = _gradient(triton_embedding, ids, weight, dy)
-        assert_same_bytes(dw, _by_contract(ids, 6, dy), f"trial {trial}: {lengths}")
+        ids = shuffled(lengths, seed=trial)
+        weight, dy = weight_and_gradient(6, 3, ids, seed=trial)
+        dw = gradient(triton_embedding, ids, weight, dy)
+        assert_same_bytes(dw, by_contract(ids, 6, dy), f"trial {trial}: {lengths}")
 
 
 @EMBEDDINGS
 def test_the_padding_row_is_looked_up_and_gets_no_gradient(embedding: Embedding) -> None:
-    ids = _shuffled((40, 50, 3))
-    weight, dy = _case(3, 8, ids)
+    ids = shuffled((40, 50, 3))
+    weight, dy = weight_and_gradient(3, 8, ids)
     for padding_idx in (1, -2):
         assert_same_bytes(embedding(ids, weight, padding_idx=padding_idx), weight[ids], "y")
-        dw = _gradient(embedding, ids, weight, dy, padding_idx=padding_idx)
+        dw = gradient(embedding, ids, weight, dy, padding_idx=padding_idx)
         assert_same_bytes(dw[1], torch.zeros_like(dw[1]), "the padding row")
-        _close(dw, _exact(ids, weight, dy, padding=1))
+        close(dw, exact(ids, weight, dy, padding=1))
 
 
 @EMBEDDINGS
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 @pytest.mark.parametrize("scale", [0.5, 45.25, 0.0, -1.0])
 def test_a_scale_multiplies_once_in_fp32(embedding: Embedding, scale: float, dtype: torch.dtype) -> None:
-    ids = _shuffled((40, 2, 3))
-    weight, dy = _case(3, 8, ids, dtype)
+    ids = shuffled((40, 2, 3))
+    weight, dy = weight_and_gradient(3, 8, ids, dtype)
     assert_same_bytes(embedding(ids, weight, scale=scale), (weight.float() * scale).to(dtype)[ids], "y")
-    _close(_gradient(embedding, ids, weight, dy, scale=scale), scale * _exact(ids, weight, dy))
+    close(gradient(embedding, ids, weight, dy, scale=scale), scale * exact(ids, weight, dy))
 
 
 @EMBEDDINGS
@@ -247,107 +206,24 @@ def test_a_scale_multiplies_once_in_fp32(embedding: Embedding, scale: float, dty
 def test_a_row_without_a_token_is_plus_zero_whatever_the_scale_and_the_rows_beside_it(
     embedding: Embedding, scale: float
 ) -> None:
-    ids = _ids(0, 5, 0)
-    weight, dy = _case(9, 8, ids)
-    dw = _gradient(embedding, ids, weight, dy.abs() + 1, scale=scale)
+    ids = ids_of(0, 5, 0)
+    weight, dy = weight_and_gradient(9, 8, ids)
+    dw = gradient(embedding, ids, weight, dy.abs() + 1, scale=scale)
     empty = [row for row in range(9) if row not in (0, 5)]
     assert_same_bytes(dw[empty], torch.zeros_like(dw[empty]), "rows without a token")
 
 
 def test_the_scaled_sum_is_rounded_after_the_sum() -> None:
-    ids = _shuffled((40, 2, 70))
-    weight, dy = _case(3, 8, ids)
-    dw = _gradient(triton_embedding, ids, weight, dy, scale=1.1)
-    assert_same_bytes(dw, _by_contract(ids, 3, dy) * 1.1, "dw")
+    ids = shuffled((40, 2, 70))
+    weight, dy = weight_and_gradient(3, 8, ids)
+    dw = gradient(triton_embedding, ids, weight, dy, scale=1.1)
+    assert_same_bytes(dw, by_contract(ids, 3, dy) * 1.1, "dw")
 
 
 @EMBEDDINGS
 def test_rows_are_copied_bit_for_bit(embedding: Embedding) -> None:
     weight = torch.tensor([[-0.0, 1e-45, float("inf"), float("nan"), 3.4e38, -1e-40]], device=DEVICE)
-    assert_same_bytes(embedding(_ids(0, 0), weight), weight.expand(2, -1).contiguous(), "y")
-
-
-def _accumulated(
-    embedding: Embedding, ids: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, into: torch.Tensor, **options
-) -> None:
-    leaf = weight.detach().requires_grad_()
-    embedding(ids, leaf, accumulate_into=into, **options).backward(dy)
-    assert leaf.grad is None
-
-
-@EMBEDDINGS
-@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
-@pytest.mark.parametrize("into_dtype", ["fp32", "weight's"])
-def test_a_gradient_is_added_in_place_again_and_again(
-    embedding: Embedding, dtype: torch.dtype, into_dtype: str
-) -> None:
-    ids = _shuffled((40, 0, 3, 70, 1))
-    weight, dy = _case(6, 24, ids, dtype)
-    into = Maker(torch.float32 if into_dtype == "fp32" else dtype, seed=9).normal(6, 24)
-    before, version = into.clone(), into._version
-    exact = _exact(ids, weight, dy)
-    _accumulated(embedding, ids, weight, dy, into)
-    assert into._version > version
-    _close(into, before.double() + exact)
-    once, version = into.clone(), into._version
-    _accumulated(embedding, ids, weight, dy, into)
-    assert into._version > version
-    _close(into, once.double() + exact)
-    assert_same_bytes(into[[1, 5]], before[[1, 5]], "rows without a token")
-
-
-@pytest.mark.parametrize("hidden", [8, 520, 2048, 2100])
-def test_long_segments_beside_short_ones_are_added_whole(hidden: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    arch = device.identify(0).arch if ON_GPU else "sm_90"  # a card's blocks: eight programs share a long segment
-    monkeypatch.setattr(device, "identify", lambda _index: DeviceIdentity("cuda", "a card", arch, 132))
-    ids = _shuffled((33, 1, 32, 0, 70, 2, 31))
-    weight, dy = _case(7, hidden, ids)
-    into = torch.zeros(7, hidden, device=DEVICE)
-    _accumulated(triton_embedding, ids, weight, dy, into)
-    assert_same_bytes(into, _by_contract(ids, 7, dy), "accumulated")
-
-
-def test_the_old_value_comes_last_and_a_scale_with_it_in_one_fused_step() -> None:
-    ids = _shuffled((40, 2, 70))
-    weight, dy = _case(3, 8, ids)
-    total, old = _by_contract(ids, 3, dy), Maker(torch.float32, seed=3).normal(3, 8)
-    into = old.clone()
-    _accumulated(triton_embedding, ids, weight, dy, into)
-    assert_same_bytes(into, old + total, "old + sum")
-    into = old.clone()
-    _accumulated(triton_embedding, ids, weight, dy, into, scale=1.25)
-    fused = (total.double() * 1.25 + old.double()).float()  # 1.25 times 24 bits fits 53, and so does the sum
-    assert_same_bytes(into, fused, "fma(sum, scale, old)")
-
-
-def test_padding_and_bad_ids_move_nothing_in_the_accumulator() -> None:
-    ids = _ids(2, -1, 2, 9, 1)
-    weight, dy = _case(3, 8, ids)
-    into = torch.full((3, 8), float("nan"), device=DEVICE)
-    into[1] = 5.0
-    before = into.clone()
-    dy[:4] = float("inf")
-    _accumulated(triton_embedding, ids, weight, dy, into, padding_idx=2)
-    assert_same_bytes(into[[0, 2]], before[[0, 2]], "rows without a counted token")
-    assert_same_bytes(into[1], 5.0 + dy[4], "the row with one")
-
-
-@EMBEDDINGS
-def test_rows_of_a_wider_buffer_are_added_to_and_its_gaps_stay(embedding: Embedding) -> None:
-    ids = _shuffled((40, 2, 70))
-    weight, dy = _case(3, 8, ids)
-    memory = torch.full((3, 20), 7.0, device=DEVICE)
-    _accumulated(embedding, ids, weight, dy, memory[:, 4:12])
-    _close(memory[:, 4:12], 7.0 + _exact(ids, weight, dy))
-    assert (memory[:, :4] == 7.0).all()
-    assert (memory[:, 12:] == 7.0).all()
-
-
-def test_no_gradient_wanted_leaves_the_accumulator_alone() -> None:
-    into = torch.zeros(3, 8, device=DEVICE)
-    triton_embedding(_ids(0, 1), torch.ones(3, 8, device=DEVICE), accumulate_into=into)
-    assert (into == 0).all()
-    assert into._version == torch.zeros(3, 8)._version
+    assert_same_bytes(embedding(ids_of(0, 0), weight), weight.expand(2, -1).contiguous(), "y")
 
 
 @pytest.mark.parametrize(
@@ -371,77 +247,62 @@ def test_options_that_do_not_fit_are_refused(
         for name, one in options.items()
     }
     with pytest.raises(error, match=f"^embedding: .*{message}"):
-        embedding(_ids(0, 1), torch.zeros(3, 8, device=DEVICE), **moved)
+        embedding(ids_of(0, 1), torch.zeros(3, 8, device=DEVICE), **moved)
 
 
 @EMBEDDINGS
 @pytest.mark.parametrize("shape", [(3,), (0, 8), (3, 0), (2, 3, 4)], ids=str)
 def test_a_weight_that_is_no_table_is_refused(embedding: Embedding, shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"^embedding: weight is \[.*\]; pass \[vocab, hidden\], both at least 1"):
-        embedding(_ids(0), torch.zeros(shape, device=DEVICE))
-
-
-def test_an_accumulator_is_left_out_of_compiled_graphs_and_added_to_all_the_same() -> None:
-    def lookup(ids: torch.Tensor, weight: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
-        return triton_embedding(ids, weight, accumulate_into=into)
-
-    ids, weight, into = (
-        _ids(0, 1, 0),
-        torch.zeros(3, 8, device=DEVICE, requires_grad=True),
-        torch.zeros(3, 8).to(DEVICE),
-    )
-    torch.compile(lookup, backend="aot_eager")(ids, weight, into).sum().backward()
-    assert weight.grad is None
-    assert into[:, 0].tolist() == [2.0, 1.0, 0.0]
-    torch._dynamo.reset()
+        embedding(ids_of(0), torch.zeros(shape, device=DEVICE))
 
 
 def test_other_tokens_between_move_no_bit_of_a_row() -> None:
-    ids = _shuffled((40, 0, 70, 3))
-    weight, dy = _case(4, 8, ids)
-    plain = _gradient(triton_embedding, ids, weight, dy)
+    ids = shuffled((40, 0, 70, 3))
+    weight, dy = weight_and_gradient(4, 8, ids)
+    plain = gradient(triton_embedding, ids, weight, dy)
     alone = ids == 2
-    assert_same_bytes(_gradient(triton_embedding, ids[alone], weight, dy[alone])[2], plain[2], "without the others")
+    assert_same_bytes(gradient(triton_embedding, ids[alone], weight, dy[alone])[2], plain[2], "without the others")
     order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(4)).to(DEVICE)
     for row in range(4):  # the places of a row's tokens may change, their order among themselves does not
         order[ids[order] == row] = order[ids[order] == row].sort().values
     assert not torch.equal(order, torch.arange(len(ids), device=DEVICE))
-    assert_same_bytes(_gradient(triton_embedding, ids[order], weight, dy[order]), plain, "other places")
+    assert_same_bytes(gradient(triton_embedding, ids[order], weight, dy[order]), plain, "other places")
     junk = torch.cat((ids, torch.full((100,), -1, device=DEVICE)))
     padded = torch.cat((dy, torch.full((100, 8), float("nan"), device=DEVICE)))
-    assert_same_bytes(_gradient(triton_embedding, junk, weight, padded), plain, "padding behind")
+    assert_same_bytes(gradient(triton_embedding, junk, weight, padded), plain, "padding behind")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_strided_ids_weight_and_gradient_give_the_bytes_of_copies(layout: str) -> None:
     change = LAYOUTS[layout]
-    ids = change(_shuffled((40, 20, 36)).view(8, 12))
-    weight, dy = (change(one) for one in _case(3, 24, ids))
+    ids = change(shuffled((40, 20, 36)).view(8, 12))
+    weight, dy = (change(one) for one in weight_and_gradient(3, 24, ids))
     plain = [one.contiguous().clone() for one in (ids, weight, dy)]
     assert_same_bytes(triton_embedding(ids, weight), triton_embedding(*plain[:2]), "y")
-    assert_same_bytes(_gradient(triton_embedding, ids, weight, dy), _gradient(triton_embedding, *plain), "dw")
+    assert_same_bytes(gradient(triton_embedding, ids, weight, dy), gradient(triton_embedding, *plain), "dw")
     into, other = torch.zeros(3, 24, device=DEVICE), torch.zeros(3, 24, device=DEVICE)
-    _accumulated(triton_embedding, ids, weight, dy, into)
-    _accumulated(triton_embedding, *plain, other)
+    accumulated(triton_embedding, ids, weight, dy, into)
+    accumulated(triton_embedding, *plain, other)
     assert_same_bytes(into, other, "accumulated")
 
 
 @EMBEDDINGS
 def test_one_id_without_an_axis_is_one_row(embedding: Embedding) -> None:
-    weight, dy = _case(3, 8, torch.zeros(()))
-    assert_same_bytes(embedding(_ids(2)[0], weight), weight[2], "y")
-    _close(_gradient(embedding, _ids(2)[0], weight, dy), _exact(_ids(2), weight, dy))
+    weight, dy = weight_and_gradient(3, 8, torch.zeros(()))
+    assert_same_bytes(embedding(ids_of(2)[0], weight), weight[2], "y")
+    close(gradient(embedding, ids_of(2)[0], weight, dy), exact(ids_of(2), weight, dy))
 
 
 @EMBEDDINGS
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 4)], ids=str)
 def test_no_tokens_give_zeros_and_leave_an_accumulator(embedding: Embedding, shape: tuple[int, ...]) -> None:
     ids = torch.zeros(shape, dtype=torch.int64, device=DEVICE)
-    weight, dy = _case(3, 8, ids)
+    weight, dy = weight_and_gradient(3, 8, ids)
     assert embedding(ids, weight).shape == (*shape, 8)
-    assert_same_bytes(_gradient(embedding, ids, weight, dy), torch.zeros_like(weight), "dw")
+    assert_same_bytes(gradient(embedding, ids, weight, dy), torch.zeros_like(weight), "dw")
     into = torch.full((3, 8), 5.0, device=DEVICE)
-    _accumulated(embedding, ids, weight, dy, into)
+    accumulated(embedding, ids, weight, dy, into)
     assert (into == 5.0).all()
 
 
@@ -449,24 +310,24 @@ def test_no_tokens_give_zeros_and_leave_an_accumulator(embedding: Embedding, sha
 def test_the_gradient_does_not_know_the_number_of_multiprocessors(
     sm_count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ids = _shuffled((40, 0, 70, 3))
-    weight, dy = _case(4, 300, ids)
-    plain = _gradient(triton_embedding, ids, weight, dy)
+    ids = shuffled((40, 0, 70, 3))
+    weight, dy = weight_and_gradient(4, 300, ids)
+    plain = gradient(triton_embedding, ids, weight, dy)
     arch = device.identify(0).arch if ON_GPU else "sm_90"  # the interpreter then runs a card's launch
     monkeypatch.setattr(device, "identify", lambda _index: DeviceIdentity("cuda", "a card", arch, sm_count))
-    assert_same_bytes(_gradient(triton_embedding, ids, weight, dy), plain, "dw")
+    assert_same_bytes(gradient(triton_embedding, ids, weight, dy), plain, "dw")
     into = torch.zeros_like(plain)
-    _accumulated(triton_embedding, ids, weight, dy, into)
+    accumulated(triton_embedding, ids, weight, dy, into)
     assert_same_bytes(into, plain, "accumulated")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 def test_every_run_gives_the_same_bytes(dtype: torch.dtype) -> None:
-    ids = _shuffled((400, 0, 70, 3, 1000) if ON_GPU else (40, 0, 70, 3))
-    weight, dy = _case(5, 512 if ON_GPU else 8, ids, dtype)
-    first = _gradient(triton_embedding, ids, weight, dy)
+    ids = shuffled((400, 0, 70, 3, 1000) if ON_GPU else (40, 0, 70, 3))
+    weight, dy = weight_and_gradient(5, 512 if ON_GPU else 8, ids, dtype)
+    first = gradient(triton_embedding, ids, weight, dy)
     for run in range(RUNS):
-        assert_same_bytes(_gradient(triton_embedding, ids, weight, dy), first, f"run {run}")
+        assert_same_bytes(gradient(triton_embedding, ids, weight, dy), first, f"run {run}")
 
 
 def test_traffic_is_what_a_call_reads_and_writes_once() -> None:
