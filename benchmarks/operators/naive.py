@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 NAIVE_BLOCK = 1024
 NAIVE_WARPS = 4
 # axes that count what one program handles
-COUNTS = frozenset({"ROWS", "SEQS", "SEQUENCES", "GROUPS", "LEAVES", "TOKENS", "HEADS", "SEGMENTS", "IDS", "RUNS"})
+COUNTS = frozenset({"ROWS", "SEQS", "GROUPS", "TOKENS", "HEADS"})
 
 
 def naive_launch(fixed: Mapping[str, int], neutral: Mapping[str, tuple[int, ...]]) -> dict[str, int]:

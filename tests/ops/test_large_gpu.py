@@ -42,7 +42,7 @@ def test_a_hundred_runs_beside_a_busy_stream_give_the_same_bytes(sample: Sample)
 
 @dataclass(frozen=True)
 class Large:
-    """A call on more than 2^31 elements; ``rows`` makes the same call on chosen rows alone."""
+    """A call on more than 2^31 elements; ``by_row`` says which of its arguments have one entry a row."""
 
     name: str
     make: Callable[[], Inputs]
