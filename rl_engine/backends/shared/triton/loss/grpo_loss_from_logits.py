@@ -136,7 +136,8 @@ def grpo_loss_from_logits(
 
     Args:
         policy_logits: [sequences, tokens, vocab] of the policy that is trained; bf16, fp16 or fp32; rows of
-            neighbouring columns are read in place. Rows of masked tokens are not read.
+            neighbouring columns are read in place. Rows of masked tokens are not read, except in the forward of no more
+            tokens than the card has multiprocessors.
         ref_logits: the same shape, of the reference policy; None with ``ref_logps`` or without a KL; no gradient.
         action_ids: [sequences, tokens], int32 or int64. Where the mask is 0 they may be anything; elsewhere an id
             outside [0, vocab) makes the loss NaN, and its gradient row 0; nothing is read out of bounds.

@@ -165,7 +165,8 @@ def ratio_kl(
 
     Formulae and conventions are those of `rl_engine.backends.reference.loss.ratio_kl.ratio_kl`. Log-probabilities are
     those of operator ``logp`` bit for bit, so a policy compared with itself has a ratio of exactly 1 and a KL of 0. A
-    token's bits depend on its own logits alone. Rows of masked tokens are not read.
+    token's bits depend on its own logits alone. Rows of masked tokens are not read,
+    except in the forward of no more rows than the card has multiprocessors.
 
     Args:
         policy_logits: [..., vocab], bf16, fp16 or fp32; rows of neighbouring columns are read in place.
