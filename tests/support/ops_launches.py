@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rl_engine import settings
-from rl_engine.backends.shared.triton import autotuning
+from rl_engine.backends.shared.triton import autotuning, compiler
 from rl_engine.backends.shared.triton.autotuning import KernelLauncher
 from rl_engine.backends.shared.triton.distinct import Failures, LaunchSite
 from rl_engine.backends.shared.triton.launch_trial import LaunchTrial
@@ -50,6 +51,10 @@ class Launch:
         return self.kernel.candidates(
             self.kernel._signature.sizes(*self.args, **self.kwargs), device.identify(self.index)
         )
+
+    def programs(self, candidate: Candidate) -> int:
+        """Return how many programs it takes with a candidate's options."""
+        return math.prod(compiler.launch_grid(self.grid, self.values, dict(candidate.options)))
 
     def trial(self) -> LaunchTrial:
         """Return the trial that a tuner would be handed."""
