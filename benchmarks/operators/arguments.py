@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 SEED = 20_240_607
 COLD_BYTES = 2 * 60 * 10**6  # between two uses of a set: twice the L2 of an H200
 ACCUMULATOR = "accumulate_into"  # the keyword of a tensor that backward adds to
+OVERWRITES = "overwrite_logits"  # the keyword that lets an operator put a gradient in the place of its first argument
 _MAX_SETS = 32
 
 
@@ -154,6 +155,15 @@ def evaluate(
     if ACCUMULATOR in kwargs:
         found[ACCUMULATOR] = kwargs[ACCUMULATOR]
     return Outcome(tuple(output.detach() for output in outputs), found)
+
+
+def fed(op: Callable[..., Any], change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    """Return ``op`` of a changed first argument: a clone that it may overwrite, or a view, since leaves it may not."""
+
+    def call(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return op(change(first), *args, **kwargs)
+
+    return call
 
 
 def last_rows(inputs: Inputs, rows: int, count: int) -> Inputs:

@@ -185,16 +185,19 @@ def _grpo_loss(
 
 def _grpo_loss_from_logits(
     policy_logits: torch.Tensor,
-    ref_logits: torch.Tensor,
+    ref_logits: torch.Tensor | None,
     action_ids: torch.Tensor,
     old_logps: torch.Tensor,
     advantages: torch.Tensor,
     mask: torch.Tensor,
     *,
     beta: float,
+    ref_logps: torch.Tensor | None = None,
+    overwrite_logits: bool = False,  # noqa: ARG001  # a permission that torch has no use for
 ) -> torch.Tensor:
-    with torch.no_grad():
-        ref_logps = _logp(ref_logits, action_ids)
+    if ref_logits is not None:
+        with torch.no_grad():
+            ref_logps = _logp(ref_logits, action_ids)
     return _grpo_loss(_logp(policy_logits, action_ids), old_logps, advantages, mask, ref_logps=ref_logps, beta=beta)
 
 
@@ -314,19 +317,22 @@ def _liger_grpo_loss_from_logits() -> Peer:
 
     def prepare(inputs: Inputs) -> Inputs:
         policy, ref, *others = inputs.args
-        return replace(inputs, args=(_with_one_more_token(policy), _with_one_more_token(ref), *others))
+        longer = (None if one is None else _with_one_more_token(one) for one in (policy, ref))
+        return replace(inputs, args=(*longer, *others))
 
     def call(
         policy: torch.Tensor,
-        ref: torch.Tensor,
+        ref: torch.Tensor | None,
         ids: torch.Tensor,
         old: torch.Tensor,
         advantages: torch.Tensor,
         mask: torch.Tensor,
         *,
         beta: float,
+        ref_logps: torch.Tensor | None = None,
+        overwrite_logits: bool = False,  # noqa: ARG001  # see below
     ) -> Any:
-        ref_logps = select(ref, ids, temperature=1.0)
+        ref_logps = ref_logps if ref is None else select(ref, ids, temperature=1.0)
         # bnpo: the mean over this batch's unmasked tokens; not in place, since the logits are used again
         options = (1.0, beta, 0.2, 0.2, False, "bnpo", None, True)
         return apply(policy, old, ref_logps, ids, advantages, mask, *options)[0]

@@ -17,7 +17,7 @@ import sys
 import textwrap
 import time
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,7 +109,8 @@ def time_case(spec: OpSpec, case: Case, options: Options, results: Results) -> I
     traffic = spec.traffic(arguments.itemsize_of(spec), **case.sizes, **case.options)
     op = get_op(spec.name, "cuda", backend=f"rlkernel.triton.{spec.name}")
     inputs = arguments.make(spec, case)
-    checked = check(spec, op, inputs)
+    overwrites = arguments.OVERWRITES in case.options
+    checked = check(spec, arguments.fed(op, torch.clone) if overwrites else op, inputs)
     if checked.faults:
         results.failed[f"{spec.name} {case.name}"] = "; ".join(checked.faults)
         return
@@ -122,7 +123,8 @@ def time_case(spec: OpSpec, case: Case, options: Options, results: Results) -> I
     compiled = functools.cache(peers.compiled)
     for phase in phases(spec.name, case.name):
         if phase in options.phases and (phase == "fwd" or (spec.differentiable and traffic.backward)):
-            ours = Contender(op, sets)
+            called = arguments.fed(op, lambda first: first.view_as(first)) if overwrites else op
+            ours = Contender(called, sets, restores=overwrites)
             contenders, notes = _contenders(spec.name, case.name, phase, ours, options, compiled)
             sampled = time_in_turns(contenders, phase, repeats=1 if is_throughput(case.name) else _REPEATS)
             yield make_row(timed, phase, count_kernels(ours, phase), _times(sampled, notes), checked)
@@ -150,9 +152,10 @@ def _contenders(
 ) -> tuple[dict[str, Contender], dict[str, str]]:
     """Return who is timed in a phase, ours first, and what there is to say of those who are or are not."""
     naively = functools.partial(naive_launches, autotuning.kernels())
-    found = {_OURS: ours, _NAIVE: Contender(ours.call, ours.sets, around=naively)}
+    found = {_OURS: ours, _NAIVE: replace(ours, around=naively)}
     notes: dict[str, str] = {}
-    expected = arguments.flat(ours.call(*ours.sets[0].args, **ours.sets[0].kwargs))[0].detach()
+    with torch.no_grad():  # without a gradient nothing is overwritten
+        expected = arguments.flat(ours.call(*ours.sets[0].args, **ours.sets[0].kwargs))[0]
     for name in options.peers:
         if name == "compile" and options.spent() > _COMPILE_SHARE:
             notes[name] = "no time left to compile"

@@ -119,11 +119,17 @@ def run(
     *,
     differentiate: bool = True,
     gradients: Callable[[tuple[torch.Tensor, ...]], tuple[torch.Tensor | None, ...]] = incoming,
+    spare: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
 ) -> Outcome:
-    """Call ``op`` and differentiate it by every differentiable argument; the arguments' memory is used as it is."""
+    """Call ``op`` and differentiate it by every differentiable argument.
+
+    The arguments' memory is used as it is, but where the call allows to overwrite them, ``spare`` makes what it gets.
+    """
     wanted = inputs.differentiable if differentiate else ()
     args = [arg.detach().requires_grad_() if number in wanted else arg for number, arg in enumerate(inputs.args)]
-    outputs = flat(op(*args, **inputs.kwargs))
+    may_overwrite = wanted if inputs.kwargs.get("overwrite_logits") else ()
+    fed = [spare(arg) if number in may_overwrite else arg for number, arg in enumerate(args)]
+    outputs = flat(op(*fed, **inputs.kwargs))
     if not wanted:
         return Outcome(outputs, {})
     pairs = [(one, dy) for one, dy in zip(outputs, gradients(outputs), strict=True) if dy is not None]

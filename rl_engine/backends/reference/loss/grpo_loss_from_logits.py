@@ -19,25 +19,47 @@ if TYPE_CHECKING:
 _OP = "grpo_loss_from_logits"
 
 
-def _inputs(make: InputMaker, sequences: int, tokens: int, vocab: int, masked: int = 20) -> Inputs:
-    """Make inputs of which ``masked`` percent of the tokens do not count."""
+def _inputs(
+    make: InputMaker,
+    sequences: int,
+    tokens: int,
+    vocab: int,
+    masked: int = 20,
+    ref_logps: int = 0,
+) -> Inputs:
+    """Make inputs of which ``masked`` percent of the tokens do not count; ``ref_logps`` instead of logits, where 1."""
     shape = (sequences, tokens)
     args = (
         make.normal(*shape, vocab, scale=0.5),
-        make.normal(*shape, vocab, scale=0.5),
+        None if ref_logps else make.normal(*shape, vocab, scale=0.5),
         make.integers(0, vocab, *shape),
         make.normal(*shape, scale=0.3, dtype=torch.float32) - math.log(vocab),
         make.normal(sequences, dtype=torch.float32),
         make.bernoulli(1 - masked / 100, *shape),
     )
-    return Inputs(args, {"beta": 0.1})
+    if not ref_logps:
+        return Inputs(args, {"beta": 0.1})
+    given = make.normal(*shape, scale=0.3, dtype=torch.float32) - math.log(vocab)
+    return Inputs(args, {"beta": 0.1, "ref_logps": given})
 
 
-def _traffic(itemsize: int, sequences: int, tokens: int, vocab: int, masked: int) -> Traffic:
-    """Count logits only, of rows that all count: of masked ones nothing is read."""
+def _traffic(
+    itemsize: int,
+    sequences: int,
+    tokens: int,
+    vocab: int,
+    masked: int,
+    ref_logps: int = 0,
+    *,
+    overwrite_logits: bool = False,
+) -> Traffic:
+    """Count logits only, of rows that all count: of masked ones nothing is read.
+
+    Where the gradient may take their place, the backward's reads find them in the L2.
+    """
     assert masked == 0, "speed is measured without masked rows"
     logits = itemsize * sequences * tokens * vocab
-    return Traffic(forward=2 * logits, backward=2 * logits)
+    return Traffic(forward=logits * (1 if ref_logps else 2), backward=logits * (1 if overwrite_logits else 2))
 
 
 def check_grpo_loss_from_logits(
@@ -75,8 +97,15 @@ def check_grpo_loss_from_logits(
         Case("odd", {"sequences": 3, "tokens": 3, "vocab": 4099}),
         Case("empty-sequences", {"sequences": 0, "tokens": 4, "vocab": 8}),
         Case("gspo", {"sequences": 2, "tokens": 9, "vocab": 5}, {"surrogate": "gspo", "temperature": 0.7}),
+        Case("in-place", {"sequences": 2, "tokens": 2, "vocab": 4099, "ref_logps": 1}, {"overwrite_logits": True}),
         Case("small", {"sequences": 8, "tokens": 64, "vocab": 32768, "masked": 0}, tags=frozenset({"speed"})),
         Case("thr", {"sequences": 32, "tokens": 256, "vocab": 151936, "masked": 0}, tags=frozenset({"speed"})),
+        Case(
+            "thr-fused",
+            {"sequences": 32, "tokens": 256, "vocab": 151936, "masked": 0, "ref_logps": 1},
+            {"overwrite_logits": True},
+            tags=frozenset({"speed"}),
+        ),
     ),
     tolerance=Tolerance(
         {"float32": 64, "float16": 8, "bfloat16": 8}, "sums over tokens of exponentials of rounded log-probabilities"
@@ -102,6 +131,7 @@ def grpo_loss_from_logits(
     surrogate: Surrogate = "grpo",
     dual_clip: float | None = None,
     normalizer: float | torch.Tensor | None = None,
+    overwrite_logits: bool = False,
     validate: bool = False,
 ) -> GRPOLoss:
     """Return operator ``grpo_loss`` of the log-probabilities of ``action_ids`` under ``policy_logits / temperature``.
@@ -124,6 +154,7 @@ def grpo_loss_from_logits(
         surrogate: see there.
         dual_clip: see there.
         normalizer: see there.
+        overwrite_logits: allows to put the gradient in the logits' place; not used here.
         validate: raise for ids out of range, at the price of waiting for the device.
 
     Returns:
@@ -134,6 +165,7 @@ def grpo_loss_from_logits(
             word, options that exclude each other, or ``validate`` found an id out of range.
         TypeError: a tensor is not floating point, or action_ids are not int32 or int64.
     """
+    del overwrite_logits
     require_float(_OP, policy_logits=policy_logits, **({} if ref_logits is None else {"ref_logits": ref_logits}))
     check_grpo_loss_from_logits(policy_logits, ref_logits, action_ids, ref_logps, temperature=temperature)
     check_grpo_loss(

@@ -52,6 +52,20 @@ def _constant(normalizer_ptr, normalizer):
 
 
 @triton.jit
+def token_weight(own, n_seqs, total_ptr, n_parts, normalizer_ptr, normalizer, AGGREGATION: tl.constexpr):
+    """Return what a token counts in sequences with ``own`` unmasked tokens, at least 1; 1 where no total is given."""
+    if AGGREGATION == SEQUENCE_MEAN:
+        weight = tl.div_rn(1.0, own * n_seqs.to(tl.float32))
+    elif AGGREGATION == CONSTANT:
+        weight = tl.div_rn(1.0, tl.zeros_like(own) + _constant(normalizer_ptr, normalizer))
+    elif total_ptr is not None:
+        weight = tl.div_rn(1.0, tl.zeros_like(own) + token_count(total_ptr, n_parts))
+    else:
+        weight = tl.full(own.shape, 1.0, tl.float32)
+    return weight
+
+
+@triton.jit
 def _policy_and_slope(logp, ratio, advantage, low, high, dual, SURROGATE: tl.constexpr, DUAL: tl.constexpr):
     """Return a token's policy loss and its derivative by logp: [sequences, tile] each."""
     # NaN keeps its gradient, as it keeps its loss: a plain minimum or maximum would take the other operand
@@ -72,6 +86,32 @@ def _policy_and_slope(logp, ratio, advantage, low, high, dual, SURROGATE: tl.con
         policy = tl.where(beyond, bound, policy)
         slope = tl.where(beyond, 0.0, slope)
     return policy, slope
+
+
+@triton.jit
+def safe_ratio(logp, old, active):
+    """Return logp and the ratio exp(logp - old), as 0 and 1 where not ``active``."""
+    logp = tl.where(active, logp, 0.0)
+    return logp, tl.exp(logp - tl.where(active, old, 0.0))
+
+
+@triton.jit
+def token_loss(
+    logp, ratio, ref, advantage, active, low, high, dual, beta, SURROGATE: tl.constexpr, DUAL: tl.constexpr,
+    KL: tl.constexpr,
+):  # fmt: skip
+    """Return policy loss and KL of tokens and the derivative of their loss by logp; all 0 where not ``active``.
+
+    There logp is 0 and the ratio 1 already, see `safe_ratio`.
+    """
+    policy, slope = _policy_and_slope(logp, ratio, tl.where(active, advantage, 0.0), low, high, dual, SURROGATE, DUAL)
+    kl = tl.zeros_like(policy)
+    if KL:
+        kl, kl_slope = kl_and_slope(tl.where(active, ref, 0.0) - logp, KL)
+        if KL == 1:  # the one slope that is not 0 where d is
+            kl_slope = tl.where(active, kl_slope, 0.0)
+        slope = tl.fma(tl.full(slope.shape, beta, tl.float32), kl_slope, slope)
+    return policy, kl, slope
 
 
 @triton.jit
@@ -132,14 +172,7 @@ def _grpo_tokens_kernel(
     else:
         count = tl.sum(active.to(tl.int32), 1)  # integers: any order
     own = tl.maximum(count, 1).to(tl.float32)
-    if AGGREGATION == SEQUENCE_MEAN:
-        weight = tl.div_rn(1.0, own * n_seqs.to(tl.float32))
-    elif AGGREGATION == CONSTANT:
-        weight = tl.div_rn(1.0, tl.zeros((SEQS,), tl.float32) + _constant(normalizer_ptr, normalizer))
-    elif total_ptr is not None:
-        weight = tl.div_rn(1.0, tl.zeros((SEQS,), tl.float32) + token_count(total_ptr, n_parts))
-    else:
-        weight = tl.full((SEQS,), 1.0, tl.float32)
+    weight = token_weight(own, n_seqs, total_ptr, n_parts, normalizer_ptr, normalizer, AGGREGATION)
     # Infinities and NaN under the mask must reach neither loss nor gradient, so they are replaced before anything is
     # computed, by values for which all that follows is 0; `rounded_product` makes -0 of them 0
     if SURROGATE == GSPO:
@@ -150,15 +183,10 @@ def _grpo_tokens_kernel(
         ratio = tl.where(active, tl.exp(tl.div_rn(log_ratio, own))[:, None], 1.0)
         logp = tl.where(active, logp, 0.0)
     else:
-        logp = tl.where(active, logp, 0.0)
-        ratio = tl.exp(logp - tl.where(active, old, 0.0))
-    policy, slope = _policy_and_slope(logp, ratio, tl.where(active, advantage, 0.0), low, high, dual, SURROGATE, DUAL)
+        logp, ratio = safe_ratio(logp, old, active)
+    policy, kl, slope = token_loss(logp, ratio, ref, advantage, active, low, high, dual, beta, SURROGATE, DUAL, KL)
     part = tile.to(tl.int64) * n_seqs + seq
     if KL:
-        kl, kl_slope = kl_and_slope(tl.where(active, ref, 0.0) - logp, KL)
-        if KL == 1:  # the one slope that is not 0 where d is
-            kl_slope = tl.where(active, kl_slope, 0.0)
-        slope = tl.fma(tl.full(slope.shape, beta, tl.float32), kl_slope, slope)
         policy_sum, kl_sum = _fold_two(policy, kl, SEQS, TILE)
         tl.store(kl_ptr + part, kl_sum, mask=used)
     else:

@@ -53,6 +53,25 @@ def merge_chunk(m, s, z, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
+def merge_chunks(m, s, z, CHUNKS: tl.constexpr, COLS: tl.constexpr):
+    """Merge neighbouring chunks z [CHUNKS, COLS] of one row, ascending, into its running maximum and sum, m and s [1].
+
+    Warps exchange once for all of them; one chunk at a time they would for each.
+    """
+    m_chunks, s_chunks = chunk_statistics(z, CHUNKS, COLS)
+    for chunk in tl.static_range(CHUNKS):
+        m, s = merge(m, s, _element(m_chunks, chunk, CHUNKS), _element(s_chunks, chunk, CHUNKS))
+    return m, s
+
+
+@triton.jit
+def _element(x, index: tl.constexpr, SIZE: tl.constexpr):
+    """Return element ``index`` of fp32 x [SIZE], as [1]: picked by a sum of integers, which no order can change."""
+    bits = tl.where(tl.arange(0, SIZE) == index, x.to(tl.int32, bitcast=True), 0)
+    return tl.sum(tl.reshape(bits, (1, SIZE)), 1).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def log_probability(z, m, log2_sum):
     """Return (z - m) - ln(s): m first, since m + ln(s) has lost the digits of ln(s) where m is large."""
     return (z - m) - rounded_product(log2_sum, tl.full(log2_sum.shape, _LN2, tl.float32))

@@ -86,17 +86,17 @@ def _logits_gradient_kernel(
     col = start + tl.arange(0, BLOCK)
     if not EVEN and start + BLOCK <= n_cols:  # a mask along the row would make accesses narrow
         z = tl.load(z_rows + col[None, :], mask=counted[:, None], other=0.0).to(tl.float32)
-        dz = _gradient(scaled(z, inverse_temperature, SCALED), m, log2_sum, c, target, counted, col)
+        dz = gradient_tile(scaled(z, inverse_temperature, SCALED), m, log2_sum, c, target, counted, col)
         tl.store(dz_rows + col[None, :], dz.to(dz_ptr.dtype.element_ty), mask=used[:, None])
     else:
         inside = (col < n_cols)[None, :]
         z = tl.load(z_rows + col[None, :], mask=counted[:, None] & inside, other=0.0).to(tl.float32)
-        dz = _gradient(scaled(z, inverse_temperature, SCALED), m, log2_sum, c, target, counted, col)
+        dz = gradient_tile(scaled(z, inverse_temperature, SCALED), m, log2_sum, c, target, counted, col)
         tl.store(dz_rows + col[None, :], dz.to(dz_ptr.dtype.element_ty), mask=used[:, None] & inside)
 
 
 @triton.jit
-def _gradient(z, m, log2_sum, c, target, counted, col):
+def gradient_tile(z, m, log2_sum, c, target, counted, col):
     """Return c * (1[col = target] - p) of one tile; exactly 0 in rows that do not count."""
     p = probability(z, m[:, None], log2_sum[:, None])
     dz = c[:, None] * (tl.where(col[None, :] == target[:, None], 1.0, 0.0) - p)

@@ -101,7 +101,7 @@ def _chunk(z_rows, active, start, n_cols, inverse_temperature, SCALED: tl.conste
 
 
 @triton.jit
-def _active(target_ptr, mask_ptr, row, used, ignore_index):
+def counted_rows(target_ptr, mask_ptr, row, used, ignore_index):
     """Return the rows' targets, and which rows count: not ignored, not masked."""
     target = tl.load(target_ptr + row, mask=used, other=0).to(tl.int64)
     active = used
@@ -113,7 +113,7 @@ def _active(target_ptr, mask_ptr, row, used, ignore_index):
 
 
 @triton.jit
-def _chosen(z_rows, target, active, n_cols, inverse_temperature, SCALED: tl.constexpr):
+def chosen_logits(z_rows, target, active, n_cols, inverse_temperature, SCALED: tl.constexpr):
     """Return the targets' scaled logits; NaN where a row does not count or its id is none."""
     valid = active & (target >= 0) & (target < n_cols)
     z = tl.load(z_rows + tl.where(valid, target, 0), mask=valid, other=float("nan"))
@@ -159,9 +159,9 @@ def _selected_logps_kernel(
     which, z_ptr, z_stride = _tensor(z_ptr, z_stride, other_ptr, other_stride)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     used = row < n_rows
-    target, active = _active(target_ptr, mask_ptr, row, used, ignore_index)
+    target, active = counted_rows(target_ptr, mask_ptr, row, used, ignore_index)
     z_rows = z_ptr + row * z_stride
-    chosen = _chosen(z_rows, target, active, n_cols, inverse_temperature, SCALED)
+    chosen = chosen_logits(z_rows, target, active, n_cols, inverse_temperature, SCALED)
     m, s = _statistics(z_rows, active, n_cols, inverse_temperature, SCALED, EVEN, ROWS, COLS)
     _store(logp_ptr, norm_ptr, which, row, used, active, chosen, m, s, n_rows)
 
@@ -185,7 +185,7 @@ def _chunk_statistics_kernel(
     row = (tl.program_id(0) // groups).to(tl.int64) + tl.arange(0, 1)
     active = row < n_rows
     if target_ptr is not None:
-        _target, active = _active(target_ptr, mask_ptr, row, active, ignore_index)
+        _target, active = counted_rows(target_ptr, mask_ptr, row, active, ignore_index)
     z_row, n_parts = z_ptr + row * z_stride, n_chunks.to(tl.int64) * n_rows
     part_ptr += which * 2 * n_parts
     for step in range(CHUNKS):
@@ -215,8 +215,8 @@ def _merge_kernel(
     which, z_ptr, z_stride = _tensor(z_ptr, z_stride, other_ptr, other_stride)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     used = row < n_rows
-    target, active = _active(target_ptr, mask_ptr, row, used, ignore_index)
-    chosen = _chosen(z_ptr + row * z_stride, target, active, n_cols, inverse_temperature, SCALED)
+    target, active = counted_rows(target_ptr, mask_ptr, row, used, ignore_index)
+    chosen = chosen_logits(z_ptr + row * z_stride, target, active, n_cols, inverse_temperature, SCALED)
     m = tl.full((ROWS,), -float("inf"), tl.float32)
     s = tl.zeros((ROWS,), tl.float32)
     n_parts = n_chunks.to(tl.int64) * n_rows
