@@ -58,10 +58,19 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that one call must move at the least: every input read once, every output written once."""
+    """What one call must do at the least: bytes of every input read once and every output written once, and products.
+
+    Attributes:
+        forward: bytes of the forward pass.
+        backward: bytes of the backward pass.
+        forward_flops: multiplications and additions on matrix units, forward; 0 where memory alone is the limit.
+        backward_flops: the same, backward.
+    """
 
     forward: int
     backward: int = 0
+    forward_flops: int = 0
+    backward_flops: int = 0
 
 
 @dataclass(frozen=True)

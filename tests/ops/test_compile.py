@@ -42,7 +42,7 @@ silu, rms_norm = triton_op("silu"), triton_op("rms_norm")  # asked for here: get
 BACKENDS = ("eager", "aot_eager")
 GRAPH_OPERATORS = {
     "silu", "silu_backward", "swiglu", "swiglu_backward", "rms_norm", "rms_norm_backward",
-    "rope", "rope_backward",
+    "rope", "rope_backward", "det_gemm", "det_gemm_backward",
     "embedding", "embedding_backward", "logp", "logp_backward", "grpo_loss", "grpo_loss_backward", "group_advantages",
     "ratio_kl", "ratio_kl_backward", "grpo_loss_from_logits", "grpo_loss_from_logits_backward",
 }  # fmt: skip

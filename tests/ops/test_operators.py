@@ -96,12 +96,15 @@ def test_outputs_and_gradients_are_the_float64_references_within_the_declared_to
 @pytest.mark.parametrize("sample", samples(), ids=str)
 def test_shapes_and_dtypes_are_the_references_and_results_are_contiguous(sample: Sample) -> None:
     inputs = sample.inputs()
-    ours = dict(run_sample(triton_op(sample.spec.name), sample, inputs).tensors())
+    outcome = run_sample(triton_op(sample.spec.name), sample, inputs)
+    ours = dict(outcome.tensors())
     reference = dict(run_sample(sample.spec.reference, sample, inputs).tensors())
     assert {name: (one.shape, one.dtype) for name, one in ours.items()} == {
         name: (one.shape, one.dtype) for name, one in reference.items()
     }
-    assert all(one.is_contiguous() for one in ours.values())
+    assert all(one.is_contiguous() for one in outcome.outputs)
+    for number, gradient in outcome.gradients.items():  # autograd copies one that lies otherwise than its parameter
+        assert gradient.is_contiguous() or gradient.stride() == inputs.args[number].stride()
 
 
 @pytest.mark.parametrize("sample", samples(of_cases("odd")), ids=str)

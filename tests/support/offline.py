@@ -29,12 +29,13 @@ MOST_ROWS = 64  # of a recorded case: nothing is computed, but inputs are made
 MORE_SIZES = {
     "rms_norm": [{"rows": 1 << 17, "hidden": 181}, {"rows": 1 << 14, "hidden": 8192}],
     "embedding": [{"rows": 1025, "vocab": 97, "hidden": 8}],
+    "det_gemm": [{"rows": 8192, "inner": 4096, "cols": 6144, "weight": 1}],
 }
 _TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16",
     torch.int32: "i32", torch.int64: "i64", torch.bool: "i1",
 }  # fmt: skip
-Integers = Literal["sixteen", "one", "odd"]
+Integers = Literal["sixteen", "one", "odd", "own"]
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Specialisation:
-    """What a compiler may assume of arguments: where pointers begin, and what integers are."""
+    """What a compiler may assume of arguments: where pointers begin, and what integers are ("own": as recorded)."""
 
     aligned: bool = True
     integers: Integers = "sixteen"
@@ -151,6 +152,11 @@ def _unfilled(outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor | None, .
     return tuple(torch.empty_like(one) if one.requires_grad else None for one in outputs)
 
 
+def _is_own(value: Any, assumed: Specialisation, wanted: int) -> bool:
+    """Return whether the compiler is to assume of a recorded integer that it is 1, or a multiple of 16."""
+    return assumed.integers == "own" and (value == 1 if wanted == 1 else value % wanted == 0)
+
+
 def compile_offline(launch: Offline, target: Target, assumed: Specialisation) -> Any:
     """Compile a launch as Triton would for arguments of which ``assumed`` holds; returns the compiled kernel."""
     signature: dict[str, str] = {}
@@ -160,17 +166,20 @@ def compile_offline(launch: Offline, target: Target, assumed: Specialisation) ->
         name, value = parameter.name, launch.values[parameter.name]
         if parameter.is_constexpr or value is None:
             signature[name], constants[index,] = "constexpr", value
+        elif name in launch.kernel.declaration.descriptors:
+            block = launch.kernel.declaration.descriptors[name]({**launch.values, **launch.options})
+            signature[name] = f"tensordesc<{_TYPES[value.dtype]}{block}>"
         elif isinstance(value, torch.Tensor):
             signature[name] = f"*{_TYPES[value.dtype]}"
             if assumed.aligned:
                 attributes[index,] = [["tt.divisibility", 16]]
         elif isinstance(value, float):
             signature[name] = "fp32"
-        elif not parameter.do_not_specialize and assumed.integers == "one":
+        elif not parameter.do_not_specialize and (assumed.integers == "one" or _is_own(value, assumed, 1)):
             signature[name], constants[index,] = "constexpr", 1
         else:
             signature[name] = "i32"
-            if not parameter.do_not_specialize and assumed.integers == "sixteen":
+            if not parameter.do_not_specialize and (assumed.integers == "sixteen" or _is_own(value, assumed, 16)):
                 attributes[index,] = [["tt.divisibility", 16]]
     source = ASTSource(launch.kernel.fn, signature, constants, attributes)
     options = {**launch.options, **compiler.FIXED_OPTIONS}

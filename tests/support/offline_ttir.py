@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 _ARGUMENT = re.compile(r"%([\w$.-]+): ([^{,]*?)(?: \{[^}]*\})? loc\(")
@@ -55,11 +56,11 @@ class Access:
 def access(ttir: str, parameters: list[str]) -> Access:
     """Follow every pointer back to an argument; ``parameters`` are the names of those that are not constants."""
     header = next(line for line in ttir.splitlines() if "tt.func public" in line)
-    arguments = _ARGUMENT.findall(header)
+    arguments = list(_own(_ARGUMENT.findall(header)))
     assert len(arguments) == len(parameters), f"{len(arguments)} arguments in the TTIR, {len(parameters)} in the kernel"
     origins: dict[str, set[str]] = defaultdict(set)
     for (argument, kind), parameter in zip(arguments, parameters, strict=True):
-        if "!tt.ptr" in kind:
+        if "!tt.ptr" in kind or "!tt.tensordesc" in kind:
             origins[f"%{argument}"].add(parameter)
     lines = _told_apart([line.split(" loc(")[0].strip() for line in ttir.splitlines()])
     size = -1
@@ -68,7 +69,10 @@ def access(ttir: str, parameters: list[str]) -> Access:
         _propagate(lines, origins)
     found = Access()
     for line in lines:
-        for operation, names in (("tt.store", found.written), ("tt.atomic", found.written), ("tt.load", found.read)):
+        for operation, names in (
+            ("tt.store", found.written), ("tt.atomic", found.written), ("tt.descriptor_store", found.written),
+            ("tt.load", found.read), ("tt.descriptor_load", found.read),
+        ):  # fmt: skip
             match = re.search(rf"{re.escape(operation)}\w* [^%]*(%[\w$.-]+(?:#\d+)?)", line)
             if match:
                 assert origins[match[1]], f"this pointer comes from nowhere: {line}"
@@ -76,6 +80,18 @@ def access(ttir: str, parameters: list[str]) -> Access:
             else:
                 assert not re.search(rf"(^|= ){re.escape(operation)}", line), f"not understood: {line}"
     return found
+
+
+def _own(arguments: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """Yield the kernel's own arguments: a descriptor's sizes and strides, which follow it, are none."""
+    passed = 0
+    for name, kind in arguments:
+        if passed:
+            passed -= 1
+            continue
+        if "!tt.tensordesc" in kind:
+            passed = 2 * len(re.findall(r"\d+x", kind))
+        yield name, kind
 
 
 def _told_apart(lines: list[str]) -> list[str]:

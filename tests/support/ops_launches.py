@@ -58,7 +58,8 @@ class Launch:
 
     def trial(self) -> LaunchTrial:
         """Return the trial that a tuner would be handed."""
-        site = LaunchSite(self.kernel.fn, self.grid, self.values, self.index, "", Failures())
+        blocks = self.kernel.declaration.descriptors
+        site = LaunchSite(self.kernel.fn, self.grid, self.values, self.index, "", Failures(), blocks)
         return LaunchTrial(site, self.bound(), identity=device.identify(self.index), warm=self.kernel.declaration.warm)
 
 

@@ -19,6 +19,7 @@ import torch
 from rl_engine import settings
 from rl_engine.backends.shared.triton import compiler
 from rl_engine.backends.shared.triton.candidates import Admits, FixedRule, derive
+from rl_engine.backends.shared.triton.descriptors import Blocks, describe
 from rl_engine.backends.shared.triton.distinct import Failures, LaunchSite
 from rl_engine.backends.shared.triton.launch_trial import LaunchTrial
 from rl_engine.backends.shared.triton.qualification import BoundLaunch
@@ -63,6 +64,7 @@ class TunableKernel:
         dynamic: integers that change from step to step; declared ``do_not_specialize`` below.
         admits: (scalar arguments, launch) -> whether the launch makes sense at all.
         warm: the inputs usually lie in the L2, so time them there.
+        descriptors: matrices that the kernel takes as tensor descriptors: (all arguments) -> block of each.
     """
 
     outputs: tuple[str, ...]
@@ -73,11 +75,12 @@ class TunableKernel:
     dynamic: tuple[str, ...] = ()
     admits: Admits | None = None
     warm: bool = False
+    descriptors: Blocks = field(default_factory=dict)
 
     def __call__(self, jitted: Any) -> KernelLauncher:
         """Wrap a jitted kernel; raises ValueError where the declaration does not fit it."""
         names = inspect.signature(jitted.fn).parameters
-        pointers = (*self.outputs, *self.inout, *self.data)
+        pointers = (*self.outputs, *self.inout, *self.data, *self.descriptors)
         if not self.outputs and not self.inout:
             raise ValueError(f"{jitted.fn.__name__}: name in outputs or inout what the kernel writes")
         unnamed = sorted(name for name in pointers if not name.endswith("_ptr"))
@@ -160,11 +163,19 @@ class KernelLauncher:
 
     def _run(self, grid: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if not self._interpreted:
-            self.fn[grid](*args, **kwargs, **compiler.FIXED_OPTIONS)
+            positional, named = self._described(args, kwargs)
+            self.fn[grid](*positional, **named, **compiler.FIXED_OPTIONS)
         else:
             self._interpret(grid, args, kwargs)
         if self.declaration.inout:
             self._bump_versions(dict(zip(self.fn.arg_names, args, strict=False)) | dict(kwargs))
+
+    def _described(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """Return the arguments as the kernel takes them: those that it wants as tensor descriptors made into such."""
+        blocks = self.declaration.descriptors
+        if not blocks:
+            return args, kwargs
+        return (), describe({**dict(zip(self.fn.arg_names, args, strict=False)), **kwargs}, blocks)
 
     def _bump_versions(self, values: Mapping[str, Any]) -> None:
         """Tell autograd of tensors written in place: a raw write does not, and would corrupt other nodes silently."""
@@ -180,8 +191,9 @@ class KernelLauncher:
                 )
         # evaluated here: the interpreter hands grid functions its own integers, whose // rounds towards zero
         found = compiler.launch_grid(grid, dict(zip(self.fn.arg_names, args, strict=False)), kwargs)
+        positional, named = self._described(args, kwargs)
         with _interpreter_lock, compiler.quiet_interpreter():
-            self.fn[found](*args, **kwargs)
+            self.fn[found](*positional, **named)
 
     def _choose(
         self, policy: LaunchPolicy, grid: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -201,7 +213,7 @@ class KernelLauncher:
         if _in_child_of_cuda_process or (index >= 0 and torch.cuda.is_current_stream_capturing()):
             process_autotuner().miss(key)
             return dict(candidates[0].options)
-        site = LaunchSite(self.fn, grid, values, index, key.static_digest, self._failures)
+        site = LaunchSite(self.fn, grid, values, index, key.static_digest, self._failures, self.declaration.descriptors)
         selection = self._select(key, candidates, site, policy)
         options = dict(selection.winner.options)
         if selection.settled:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rl_engine.backends.shared.triton import compiler
+from rl_engine.backends.shared.triton.descriptors import Blocks, describe
 from rl_engine.backends.shared.triton.parallel import AbandonedError, run_all
 from rl_engine.errors import TrialUnavailableError
 from rl_engine.platforms.tuning.trial import Rejection
@@ -61,6 +62,7 @@ class LaunchSite:
         device_index: where it runs, -1 for the interpreter.
         specialisation: static digest of the launch's key.
         failures: what is known of this kernel's candidates already; new failures are added.
+        descriptors: arguments that the kernel takes as tensor descriptors, and the block of each.
     """
 
     jitted: Any
@@ -69,6 +71,7 @@ class LaunchSite:
     device_index: int
     specialisation: str
     failures: Failures
+    descriptors: Blocks = field(default_factory=dict)
 
     @property
     def interpreted(self) -> bool:
@@ -118,7 +121,9 @@ class LaunchSite:
 
     def _compile(self, candidate: Candidate) -> Any:
         options = dict(candidate.options)
-        return compiler.compile_launch(self.jitted, self.grid, self.values, options, self.device_index)
+        described = describe({**self.values, **options}, self.descriptors)
+        values = {name: described[name] for name in self.values}
+        return compiler.compile_launch(self.jitted, self.grid, values, options, self.device_index)
 
     def _loaded(self, candidate: Candidate, compiled: Any) -> str | Exception:
         """Load in this thread: what does not fit the card shows here, not at compilation."""

@@ -1,0 +1,48 @@
+"""Tensor descriptors made on the host, where a kernel asks for them: arguments stay tensors up to the launch itself.
+
+So keys, scratch copies and checks see tensors, and the block of a descriptor follows the launch that is tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+Blocks: TypeAlias = Mapping[str, Callable[[Mapping[str, Any]], list[int]]]  # by pointer argument
+_BYTES = 16  # addresses and row strides are multiples of it, and a row stride has 40 bits (cuTensorMapEncodeTiled)
+_ROW_BYTES = 1 << 40
+_MATRIX = 2  # axes
+
+
+def describe(values: Mapping[str, Any], blocks: Blocks) -> dict[str, Any]:
+    """Return arguments by name with every tensor named in ``blocks`` as a descriptor, as it lies in memory."""
+    made = dict(values)
+    for name, block in blocks.items():
+        tensor = values[name]
+        if isinstance(tensor, torch.Tensor):
+            made[name] = TensorDescriptor.from_tensor(tensor.T if lies_transposed(tensor) else tensor, block(values))
+    return made
+
+
+def describable(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a matrix that can be described: aligned, its rows or columns dense and apart."""
+    if tensor.dim() != _MATRIX or not tensor.numel():
+        return False
+    rows = tensor.T if lies_transposed(tensor) else tensor
+    stride, neighbour = rows.stride()
+    row_bytes = stride * rows.element_size()
+    return (
+        neighbour == 1
+        and rows.shape[1] <= stride
+        and row_bytes % _BYTES == 0
+        and row_bytes < _ROW_BYTES
+        and rows.data_ptr() % _BYTES == 0
+    )
+
+
+def lies_transposed(matrix: torch.Tensor) -> bool:
+    """Return whether a matrix's neighbours in memory lie along its first axis, so that it is described transposed."""
+    return matrix.stride(-1) != 1

@@ -1,0 +1,173 @@
+"""From tensors to a launch: which path and tile the rule says, operands swapped or not, strides and flags."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rl_engine.backends.shared.triton.compiler import interpreted
+from rl_engine.backends.shared.triton.descriptors import describable, lies_transposed
+from rl_engine.backends.shared.triton.gemm.persistent import persistent
+from rl_engine.backends.shared.triton.gemm.rule import INTERPRETED, LEAST, Plan, Precision, persistent_programs, plan
+from rl_engine.backends.shared.triton.gemm.tiles import groups, tiles
+from rl_engine.backends.shared.triton.operands import power_of_two
+from rl_engine.platforms import device
+
+if TYPE_CHECKING:
+    import torch
+
+    from rl_engine.platforms.device import DeviceIdentity
+
+_INTERPRETED = interpreted(tiles.fn)  # whatever device is known: its tile decides NumPy's order of sums
+_REACH = 1 << 31  # elements that 32-bit lanes of a tile get to
+_BATCHED = 3  # axes
+_WIDE_PART = 64  # columns from which a tile is stored in parts: as many as a result has bytes, 2 or 4
+
+
+def multiply(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    precision: Precision,
+    *,
+    bias: torch.Tensor | None = None,
+    start: torch.Tensor | None = None,
+) -> None:
+    """Write ``start + a @ b + bias`` to ``out``; any strides, but ``out``'s elements do not overlap.
+
+    Args:
+        a: [m, k] or [batch, m, k].
+        b: [k, n] or [batch, k, n].
+        out: [m, n] or [batch, m, n].
+        precision: of fp32 operands.
+        bias: [n], without a batch, with rows of neighbours in ``out``.
+        start: what the chains begin with, of ``out``'s shape and strides; it may be ``out``. None for zeros.
+    """
+    if not out.numel():
+        return
+    if lies_transposed(out):  # a weight's gradient that lies as the weight does: stored by rows all the same
+        a, b, out, start = b.mT, a.mT, out.mT, _turned(start)
+    card = _identify(a)
+    can_describe = precision == "half" and describable(a) and describable(b) and describable(out)
+    found = plan(*out.shape[-2:], a.shape[-1], precision, card, describable=can_describe)
+    if found.swapped:
+        a, b, out, start = b.mT, a.mT, out.mT, _turned(start)
+    if found.described:
+        _launch_persistent(a, b, out, bias, start, found, card)
+    else:
+        _launch_tiles(a, b, out, found, precision, bias=bias, start=start, batches=len(a) if a.dim() == _BATCHED else 1)
+
+
+def multiply_segments(
+    a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor, precision: Precision
+) -> None:
+    """Write ``a[r] @ b[g]`` to ``out`` for the rows r of segment g, zeros for rows of none.
+
+    Args:
+        a: [rows, k].
+        b: [groups, k, n].
+        offsets: [groups + 1]: segment g is rows offsets[g] to offsets[g + 1].
+        out: [rows, n], contiguous.
+        precision: of fp32 operands.
+    """
+    if not out.numel():
+        return
+    rows, n_groups, k, n = len(a), *b.shape
+    block_m, block_n, block_k = _segment_tile(rows, n_groups, n, k, precision, _identify(a))
+    grid = ((rows // block_m + n_groups + 2) * -(-n // block_n),)
+    groups[grid](
+        a, b, offsets, out, rows, n, k, n_groups, *a.stride(), *b.stride(), out.stride(0),
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, TAIL=k % block_k != 0, N_ALIGNED=n % LEAST == 0,
+        WIDE=_is_wide(block_m, block_n, block_k, a.stride(), b.stride()[1:], (out.stride(0), 1)),
+        LANES=power_of_two(n_groups + 3), PRECISION=_of_dot(precision),
+    )  # fmt: skip
+
+
+def multiply_depths(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offsets: torch.Tensor,
+    out: torch.Tensor,
+    precision: Precision,
+    *,
+    start: torch.Tensor | None = None,
+) -> None:
+    """Write ``start[g] + a[:, s] @ b[s]`` to ``out[g]``, s the rows of segment g: a weight's gradient.
+
+    Args:
+        a: [m, rows].
+        b: [rows, n].
+        offsets: [groups + 1].
+        out: [groups, m, n].
+        precision: of fp32 operands.
+        start: of ``out``'s shape and strides; it may be ``out``. None for zeros.
+    """
+    if not out.numel():
+        return
+    if lies_transposed(out):
+        a, b, out, start = b.mT, a.mT, out.mT, _turned(start)
+    found = plan(*out.shape[1:], a.shape[1], precision, _identify(a), describable=False)
+    if found.swapped:
+        a, b, out, start = b.mT, a.mT, out.mT, _turned(start)
+    _launch_tiles(a, b, out, found, precision, start=start, offsets=offsets, batches=len(out))
+
+
+def _identify(tensor: torch.Tensor) -> DeviceIdentity:
+    return INTERPRETED if _INTERPRETED else device.for_launch(tensor.get_device())
+
+
+def _turned(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.mT
+
+
+def _of_dot(precision: Precision) -> str | None:
+    return None if precision == "half" else precision
+
+
+def _launch_persistent(
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, start: torch.Tensor | None,
+    found: Plan, card: DeviceIdentity,
+) -> None:  # fmt: skip
+    (m, n), k = out.shape, a.shape[1]
+    parts = 1 if found.block_n < _WIDE_PART else out.element_size()
+    persistent[(persistent_programs(m, n, found, card),)](
+        a, b, bias, start, out, m, n, k, *out.stride(),
+        BLOCK_M=found.block_m, BLOCK_N=found.block_n, BLOCK_K=found.block_k,
+        A_T=lies_transposed(a), B_T=lies_transposed(b), C_T=lies_transposed(out), PARTS=parts,
+        BIAS_BY_ROWS=found.swapped, PRECISION=None,
+    )  # fmt: skip
+
+
+def _launch_tiles(
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, found: Plan, precision: Precision, *,
+    batches: int, bias: torch.Tensor | None = None, start: torch.Tensor | None = None,
+    offsets: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    (m, n), k = out.shape[-2:], a.shape[-1]
+    grid = (-(-m // found.block_m) * -(-n // found.block_n) * batches,)
+    sides = [one.stride()[-2:] for one in (a, b, out)]
+    steps = [one.stride(0) if one.dim() == _BATCHED else 0 for one in (a, b, out)]
+    strides = [number for side, step in zip(sides, steps, strict=True) for number in (*side, step)]
+    tiles[grid](
+        a, b, bias, start, offsets, out, m, n, k, *strides,
+        BLOCK_M=found.block_m, BLOCK_N=found.block_n, BLOCK_K=found.block_k,
+        TAIL=offsets is not None or k % found.block_k != 0, M_ALIGNED=m % LEAST == 0, N_ALIGNED=n % LEAST == 0,
+        WIDE=_is_wide(found.block_m, found.block_n, found.block_k, *sides), BIAS_BY_ROWS=found.swapped,
+        LANES=1 if offsets is None else power_of_two(len(offsets)), PRECISION=_of_dot(precision),
+    )  # fmt: skip
+
+
+def _segment_tile(
+    rows: int, n_groups: int, n: int, k: int, precision: Precision, card: DeviceIdentity
+) -> tuple[int, int, int]:
+    """Return the tile of a grouped product: few rows a segment take low tiles, which are not computed transposed."""
+    each = rows // max(1, n_groups)
+    found = plan(max(1, each), n, k, precision, card, describable=False)
+    if found.swapped:
+        return found.block_n, found.block_m, found.block_k
+    whole = plan(rows, n, k, precision, card, describable=False)
+    return min(whole.block_m, 128), whole.block_n if whole.block_m <= 128 else 128, whole.block_k
+
+
+def _is_wide(block_m: int, block_n: int, block_k: int, *sides: Any) -> bool:
+    reaches = zip(((block_m, block_k), (block_k, block_n), (block_m, block_n)), sides, strict=True)
+    return any(sum(block * stride for block, stride in zip(*one, strict=True)) >= _REACH for one in reaches)
