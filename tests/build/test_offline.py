@@ -21,6 +21,7 @@ from tests.support.offline import (
     compile_offline,
     record,
 )
+from tests.support.offline_chains import broken_chains
 from tests.support.offline_ttir import access, reductions, reordering
 
 catalog.load()
@@ -49,6 +50,8 @@ def problems(launch: Offline, target: Target, assumed: Specialisation = ANYTHING
     wanted = {name for name in (*declared.outputs, *declared.inout) if launch.values[name] is not None}
     found += [f"does not write {name}" for name in wanted - seen.written]
     found += [f"reads {name}, declared as output only" for name in seen.read & {*declared.outputs}]
+    if ".gemm." in launch.kernel.__module__:
+        found += broken_chains(launch, target, compiled)
     return sorted(found)
 
 

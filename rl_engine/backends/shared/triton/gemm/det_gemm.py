@@ -239,7 +239,7 @@ def det_gemm(
             offsets[g] <= r < offsets[g + 1]; rows of no group give zeros. Read on the device alone.
         out_dtype: a's dtype (None) or float32, which leaves the sums as they are.
         input_precision: of fp32 operands. "ieee": fused multiply-adds; "tf32": tensor cores, which read 10 bits of each
-            fraction. Whatever torch's own settings say.
+            fraction (AMD cards from gfx950 on have none and compute "ieee"). Whatever torch's own settings say.
         accumulate_into: b's shape, fp32, contiguous as it is or as [..., N, K] (a weight's gradient buffer is passed as
             ``main_grad.mT``): backward continues the chains of b's gradient from it, in place, and b itself gets none.
             Micro-batches of a multiple of 16 rows leave the bits of one batch of all rows. It breaks a graph of

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 from rl_engine.backends.shared.triton.compiler import interpreted
 from rl_engine.backends.shared.triton.descriptors import describable, lies_transposed
 from rl_engine.backends.shared.triton.gemm.persistent import persistent
-from rl_engine.backends.shared.triton.gemm.rule import INTERPRETED, LEAST, Plan, Precision, persistent_programs, plan
+from rl_engine.backends.shared.triton.gemm.rule import (
+    INTERPRETED,
+    LEAST,
+    Plan,
+    Precision,
+    dot_precision,
+    persistent_programs,
+    plan,
+)
 from rl_engine.backends.shared.triton.gemm.tiles import groups, tiles
 from rl_engine.backends.shared.triton.operands import power_of_two
 from rl_engine.platforms import device
@@ -54,7 +62,8 @@ def multiply(
     if found.described:
         _launch_persistent(a, b, out, bias, start, found, card)
     else:
-        _launch_tiles(a, b, out, found, precision, bias=bias, start=start, batches=len(a) if a.dim() == _BATCHED else 1)
+        batches = len(a) if a.dim() == _BATCHED else 1
+        _launch_tiles(a, b, out, found, dot_precision(precision, card), bias=bias, start=start, batches=batches)
 
 
 def multiply_segments(
@@ -71,14 +80,15 @@ def multiply_segments(
     """
     if not out.numel():
         return
+    card = _identify(a)
     rows, n_groups, k, n = len(a), *b.shape
-    block_m, block_n, block_k = _segment_tile(rows, n_groups, n, k, precision, _identify(a))
+    block_m, block_n, block_k = _segment_tile(rows, n_groups, n, k, precision, card)
     grid = ((rows // block_m + n_groups + 2) * -(-n // block_n),)
     groups[grid](
         a, b, offsets, out, rows, n, k, n_groups, *a.stride(), *b.stride(), out.stride(0),
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, TAIL=k % block_k != 0, N_ALIGNED=n % LEAST == 0,
         WIDE=_is_wide(block_m, block_n, block_k, a.stride(), b.stride()[1:], (out.stride(0), 1)),
-        LANES=power_of_two(n_groups + 3), PRECISION=_of_dot(precision),
+        LANES=power_of_two(n_groups + 3), PRECISION=dot_precision(precision, card),
     )  # fmt: skip
 
 
@@ -105,10 +115,12 @@ def multiply_depths(
         return
     if lies_transposed(out):
         a, b, out, start = b.mT, a.mT, out.mT, _turned(start)
-    found = plan(*out.shape[1:], a.shape[1], precision, _identify(a), describable=False)
+    card = _identify(a)
+    found = plan(*out.shape[1:], a.shape[1], precision, card, describable=False)
     if found.swapped:
         a, b, out, start = b.mT, a.mT, out.mT, _turned(start)
-    _launch_tiles(a, b, out, found, precision, start=start, offsets=offsets, batches=len(out))
+    told = dot_precision(precision, card)
+    _launch_tiles(a, b, out, found, told, start=start, offsets=offsets, batches=len(out))
 
 
 def _identify(tensor: torch.Tensor) -> DeviceIdentity:
@@ -117,10 +129,6 @@ def _identify(tensor: torch.Tensor) -> DeviceIdentity:
 
 def _turned(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.mT
-
-
-def _of_dot(precision: Precision) -> str | None:
-    return None if precision == "half" else precision
 
 
 def _launch_persistent(
@@ -138,7 +146,7 @@ def _launch_persistent(
 
 
 def _launch_tiles(
-    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, found: Plan, precision: Precision, *,
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, found: Plan, precision: str | None, *,
     batches: int, bias: torch.Tensor | None = None, start: torch.Tensor | None = None,
     offsets: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
@@ -152,7 +160,7 @@ def _launch_tiles(
         BLOCK_M=found.block_m, BLOCK_N=found.block_n, BLOCK_K=found.block_k,
         TAIL=offsets is not None or k % found.block_k != 0, M_ALIGNED=m % LEAST == 0, N_ALIGNED=n % LEAST == 0,
         WIDE=_is_wide(found.block_m, found.block_n, found.block_k, *sides), BIAS_BY_ROWS=found.swapped,
-        LANES=1 if offsets is None else power_of_two(len(offsets)), PRECISION=_of_dot(precision),
+        LANES=1 if offsets is None else power_of_two(len(offsets)), PRECISION=precision,
     )  # fmt: skip
 
 

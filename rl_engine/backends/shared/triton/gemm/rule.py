@@ -29,6 +29,7 @@ _LEAST_SHARED = 99  # of cards that are not listed: consumer parts
 # Tiles of the training path, and an estimate of the share of the largest one's speed that each reaches once it is full:
 # the largest reads least of the L2 for a product; the smaller fill the last wave better.
 _SHARES = {(128, 256): 1.0, (256, 128): 1.0, (128, 128): 0.86, (64, 256): 0.8, (64, 128): 0.62, (64, 64): 0.4}
+_BARRIERS = 1 * KIB  # of shared memory, beside the tiles: what a pipeline waits on
 _MOST_STAGES = 6
 _GROUP = 8  # row tiles of a band: together they and the columns of a wave stay in the L2
 
@@ -104,7 +105,7 @@ def launch(sizes: Mapping[str, Any], device: DeviceIdentity) -> dict[str, int]:
         return {"num_warps": 4, "num_stages": 1, "GROUP": 1}
     if device.kind == "hip":  # one tile in registers while the other is multiplied
         return {"num_warps": 8 if elements >= 128 * 128 else 4, "num_stages": 2, "GROUP": _GROUP}
-    fitting = (_shared_bytes(device) - _epilogue_bytes(sizes)) // _stage_bytes(sizes)
+    fitting = (_shared_bytes(device) - _BARRIERS - _epilogue_bytes(sizes, device.arch)) // _stage_bytes(sizes)
     stages = max(2, min(fitting, _MOST_STAGES if elements < 128 * 128 else 4))
     return {"num_warps": 8 if elements >= 128 * 128 else 4, "num_stages": stages, "GROUP": _GROUP}
 
@@ -130,6 +131,13 @@ def persistent_programs(m: int, n: int, found: Plan, device: DeviceIdentity) -> 
     return min(-(-m // found.block_m) * -(-n // found.block_n), device.sm_count)
 
 
+def dot_precision(precision: Precision, device: DeviceIdentity) -> str | None:
+    """Return what ``tl.dot`` is told of fp32 operands; AMD cards other than gfx942 have no TF32, and compute ieee."""
+    if precision == "tf32" and device.kind == "hip" and device.arch != "gfx942":
+        return "ieee"
+    return None if precision == "half" else precision
+
+
 def _shared_bytes(device: DeviceIdentity) -> int:
     return _SHARED.get(device.arch, _LEAST_SHARED) * KIB
 
@@ -139,11 +147,13 @@ def _stage_bytes(sizes: Mapping[str, Any]) -> int:
     return (sizes["BLOCK_M"] + sizes["BLOCK_N"]) * sizes["BLOCK_K"] * itemsize
 
 
-def _epilogue_bytes(sizes: Mapping[str, Any]) -> int:
+def _epilogue_bytes(sizes: Mapping[str, Any], arch: str = "") -> int:
     """Return what a persistent program stores through while the next tile is loaded.
 
-    Others store through what they loaded through. Two parts of bf16 or four of fp32 take a byte an element.
+    Others store through what they loaded through. Two parts of bf16 or four of fp32 take a byte an element; sums that
+    lie in tensor memory come out through 16 KiB more (Triton 3.9, compiled for sm_100).
     """
     if "PARTS" not in sizes:
         return 0
-    return sizes["BLOCK_M"] * sizes["BLOCK_N"] * (1 if sizes["PARTS"] > 1 else 4)
+    through = 16 * KIB if arch.startswith("sm_10") else 0
+    return sizes["BLOCK_M"] * sizes["BLOCK_N"] * (1 if sizes["PARTS"] > 1 else 4) + through
