@@ -11,12 +11,13 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.backends.compiler import GPUTarget
 
-from rl_engine.backends.shared.triton import compiler
 from rl_engine.backends.shared.triton.autotuning import KernelLauncher, TunableKernel
 from rl_engine.backends.shared.triton.gemm import launch as launching
-from rl_engine.backends.shared.triton.gemm.rule import Plan, Precision, plan
+from rl_engine.backends.shared.triton.gemm.rule import Plan, Precision
 from rl_engine.platforms import device
+from rl_engine.platforms.device import DeviceIdentity
 from rl_engine.runtime.policy import autotune
 from tests.support.offline import KIB, TARGETS, Offline, Specialisation, Target, compile_offline
 from tests.support.offline_chains import broken_chains
@@ -140,12 +141,11 @@ def test_another_precision_is_noticed() -> None:
     assert "groups of K [(8, 1)], not (1, 1)" in broken_chains(claimed, target, compiled)
 
 
-@pytest.mark.parametrize("name", TARGETS)
-def test_sums_of_the_rules_tiles_fit_the_registers_and_depths_are_whole_groups(name: str) -> None:
-    target = TARGETS[name]
-    for shape, precision, describable in itertools.product(SHAPES, DTYPES, (True, False)):
-        found = plan(*shape, precision, target.identity, describable=describable)
-        assert found.block_k % 16 == 0
-        assert found.block_m * found.block_n * 4 <= 128 * KIB
-        assert not found.described or (describable and name in ("sm_90", "sm_100"))
-    assert compiler.FIXED_OPTIONS["enable_fp_fusion"]
+@pytest.mark.parametrize("n", [1, 2, 16])
+def test_b70_one_column_needs_no_more_shared_memory_than_a_small_card_has(
+    n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = Target(GPUTarget("cuda", 86, 32), DeviceIdentity("cuda", "small", "sm_86", 28), 99 * KIB)
+    launches = [_launches(monkeypatch, small, (m, n, k), "ieee") for m in (1, 7, 512) for k in (768, 2048)]
+    launches += [_launches(monkeypatch, small, (512, n, 768), "half")]
+    assert _all(launches, small) == []
