@@ -67,14 +67,15 @@ class Options:
 
 
 def speed_cases(options: Options) -> Iterator[tuple[OpSpec, Case]]:
-    """Yield the cases that are timed, of the operators and presets asked for."""
+    """Yield the cases that are timed, of the operators and presets asked for; benchmarks.gemm times matrix products."""
     known = catalog.specs()
     unknown = sorted(set(options.only) - set(known))
     if unknown:
         raise SystemExit(f"--only: no operator {', '.join(unknown)}; there are {', '.join(sorted(known))}")
     for name in options.only or sorted(known):
         for case in known[name].cases:
-            if "speed" in case.tags and (not options.presets or case.name in options.presets):
+            timed = "speed" in case.tags and "matrix" not in case.tags
+            if timed and (not options.presets or case.name in options.presets):
                 yield known[name], case
 
 

