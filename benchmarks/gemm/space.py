@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from benchmarks.gemm.rows import ITEMSIZE, PEERS
@@ -49,7 +49,12 @@ def space(m: int, n: int, k: int) -> list[Choice]:
     """Return every choice that the kernels admit, without repeats; the rule's own is measured beside them."""
     few = min(m, n)
     some = _few(m, n) if few <= _FEW else _middle() if few <= _MIDDLE else _many()
-    return list(dict.fromkeys(one for one in some if _fits(one, m, n, k)))
+    return list(dict.fromkeys(one for one in (_no_deeper(one, k) for one in some) if _fits(one, m, n, k)))
+
+
+def _no_deeper(choice: Choice, k: int) -> Choice:
+    """Return a choice whose pipeline is no deeper than K has steps."""
+    return replace(choice, num_stages=min(choice.num_stages, max(2, -(-k // choice.plan.block_k))))
 
 
 def _fits(choice: Choice, m: int, n: int, k: int) -> bool:

@@ -1,0 +1,191 @@
+"""Turn a run of the matrix products' benchmark into what `reports/experiments/h200_gemm` holds.
+
+    python -m benchmarks.gemm.run --out runs/gemm
+    python -m benchmarks.gemm.report --runs runs/gemm --out reports/experiments/h200_gemm
+
+README.md, summary.json, environment.json and the figure are written from the run; why a row falls behind is written by
+hand into reasons.json of the report's folder, {"preset phase": "why"}: only what measuring has shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import io
+import json
+import textwrap
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.gemm.rows import FLOPS_PER_US, NAIVE, PEERS, ROWS_FILE, Kind, Results, Row
+from benchmarks.operators.targets import BYTES_PER_US, SAMPLES
+from benchmarks.training.history import replace_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+COMMAND = textwrap.dedent((__doc__ or "").split("\n\n")[1])
+ENVIRONMENT_FILE = "environment.json"
+REASONS_FILE = "reasons.json"
+PROMISED = (1.0, 0.85, 2.0, 1.1)  # of `Results.means`, in its order; the last one is a most
+_HEADINGS: dict[Kind, str] = {"training": "Training sizes", "decode": "Decode sizes", "depth": "Depths"}
+_COLOURS = {"torch.mm": "#7a7a7a", "compile": "#d98b1f", "tile 128x128x64": "#b03a3a", "tile 128x256x64": "#7a3ab0"}
+
+
+def summary(results: Results, reasons: Mapping[str, str]) -> dict[str, Any]:
+    """Return the numbers of a run, each row with the reason that is known for it, and the promised figures."""
+    rows = [{**asdict(row), "reason": reasons.get(_label(row), "")} for row in results.rows]
+    return {"rows": rows, "figures": results.means(), "skipped": results.skipped, "failed": results.failed}
+
+
+def readme(results: Results, environment: Mapping[str, Any], reasons: Mapping[str, str]) -> str:
+    """Return the report's text."""
+    parts = [
+        "# Matrix products on an H200: one bit class for every shape, against cuBLAS and one tile",
+        _claim(results),
+        f"```\n{COMMAND.strip()}\n```",
+        _machine(environment),
+        "![Times as fast as torch.mm](ratios.png)",
+        *(_section(kind, [row for row in results.rows if row.kind == kind]) for kind in _HEADINGS),
+        "## Slower than torch.mm\n\n" + _losses(results.rows, reasons),
+        _others(results),
+        _how(results.rows),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _machine(environment: Mapping[str, Any]) -> str:
+    device, packages = environment["device"], environment["packages"]
+    return (
+        f"One {device['name']} ({device['sm_count']} SMs, driver {environment['driver']}), torch {packages['torch']},"
+        f" Triton {packages['triton']}. [environment.json](environment.json) has a digest of the sources,"
+        " [summary.json](summary.json) every number."
+    )
+
+
+def _label(row: Row) -> str:
+    return f"{row.preset} {row.phase}"
+
+
+def _claim(results: Results) -> str:
+    lines = ["| figure (geometric means) | measured | promised | |", "|---|---|---|---|"]
+    for (name, value), promised in zip(results.means().items(), PROMISED, strict=True):
+        most = promised == PROMISED[-1]
+        kept = value is not None and (value <= promised if most else value >= promised)
+        shown = "not measured" if value is None else f"{value:.3f}"
+        lines.append(f"| {name} | {shown} | {promised:.2f} | {'kept' if kept else '**missed**'} |")
+    return "\n".join(lines)
+
+
+def _section(kind: Kind, rows: Sequence[Row]) -> str:
+    if not rows:
+        return ""
+    lines = [
+        "| preset | phase | rows x columns x K | µs | share of limit | fixed | tuned | best of the search | "
+        + " | ".join(PEERS)
+        + " |",
+        "|---" * (8 + len(PEERS)) + "|",
+    ]
+    for row in rows:
+        cells = [row.preset, row.phase, row.shape, f"**{_us(row.time_us)}**", f"{row.share:.2f}"]
+        cells += [_us(row.fixed_us), _us(row.tuned_us), _us(row.best_us)]
+        cells += [_us(row.peers.get(name)) for name in PEERS]
+        lines.append(f"| {' | '.join(cells)} |")
+    return f"## {_HEADINGS[kind]}\n\n" + "\n".join(lines)
+
+
+def _us(time_us: float | None) -> str:
+    if time_us is None:
+        return "-"
+    return f"{time_us:.2f}" if time_us < 100 else f"{time_us:.1f}" if time_us < 1000 else f"{time_us:.0f}"
+
+
+def _losses(rows: Sequence[Row], reasons: Mapping[str, str]) -> str:
+    lines = []
+    for row in rows:
+        ratio = row.faster_than("torch.mm")
+        if ratio is not None and ratio < 1:
+            why = reasons.get(_label(row), "Reason not known.")
+            lines.append(f"- {_label(row)} ({row.shape}): {ratio:.3f} times as fast. {why}")
+    return "\n".join(lines) or "Nowhere."
+
+
+def _others(results: Results) -> str:
+    lines = [f"- {label}: not timed, {why}." for label, why in results.skipped.items()]
+    lines += [f"- {label}: **failed**, {why}." for label, why in results.failed.items()]
+    lines += [f"- {_label(row)}: {row.note}." for row in results.rows if row.note]
+    lines += [f"- {_label(row)}: the best of {row.candidates} is {row.best}." for row in results.rows if row.best]
+    return "## Notes on rows\n\n" + "\n".join(lines) if lines else ""
+
+
+def _how(rows: Sequence[Row]) -> str:
+    checked = sum(row.bytes_checked for row in rows)
+    error = max((row.error for row in rows), default=0.0)
+    return textwrap.dedent(
+        f"""\
+        ## How to read it
+
+        - Before a product was timed, its bytes were compared with a second run's, with those of its last rows computed
+          alone, and with those of every choice of the search: {checked:,} bytes in all were equal. The largest error
+          against float64 is {error:.2g} of the largest value; half a unit of bf16 is {2**-9:.2g}.
+        - Limit: {FLOPS_PER_US / 1e6:.0f} TFLOP/s or {BYTES_PER_US / 1e6:.1f} TB/s, whichever takes longer.
+        - Times are medians of {SAMPLES} CUDA-graph replays, everyone's in turns in one process, but for the tuner's and
+          torch.compile's, which came after. Argument sets rotate so that 120 MB pass before one is used again.
+        - µs: the faster of the fixed rule and the tuner. Both gradients, and all three products, are captured together.
+        - {NAIVE} and the wider one are this library's kernel with one tile, 8 warps and 3 stages, as batch-invariant
+          GEMMs in use take for every shape. torch.mm is cuBLAS, which may split K and so is not batch-invariant."""
+    )
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Draw how many times as fast as torch.mm every row is, peers as marks, as a PNG."""
+    shown = [row for row in rows if row.peers.get("torch.mm") is not None]
+    figure = importlib.import_module("matplotlib.figure").Figure(
+        figsize=(8, 1 + 0.3 * len(shown)), layout="constrained"
+    )
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    places = range(len(shown))
+    axes.barh(places, [row.faster_than("torch.mm") for row in shown], color="#1f77b4", label="this library")
+    for name in PEERS[1:]:
+        seen = [
+            (row.peers["torch.mm"] / us, place)  # type: ignore[operator]  # shown rows have it
+            for place, row in zip(places, shown, strict=True)
+            if (us := row.peers.get(name))
+        ]
+        across, down = [one for one, _place in seen], [place for _one, place in seen]
+        axes.scatter(across, down, s=18, color=_COLOURS[name], label=name, zorder=4)
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set_yticks(list(places), [_label(row) for row in shown], fontsize=8)
+    axes.set_ylim(len(shown) - 0.4, -1.6)  # downwards, with room for the legend above
+    axes.set(xlabel="times as fast as torch.mm")
+    axes.legend(loc="upper center", ncols=4, frameon=False, fontsize=8)
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=150)
+    replace_bytes(path, image.getvalue())
+
+
+def write(runs: Path, out: Path) -> None:
+    """Write the report on ``runs`` into ``out``."""
+    results = Results.read(runs / ROWS_FILE)
+    environment = json.loads((runs / ENVIRONMENT_FILE).read_bytes())
+    out.mkdir(parents=True, exist_ok=True)
+    reasons = json.loads((out / REASONS_FILE).read_bytes()) if (out / REASONS_FILE).exists() else {}
+    for name, content in (("summary.json", summary(results, reasons)), (ENVIRONMENT_FILE, environment)):
+        (out / name).write_text(json.dumps(content, indent=1) + "\n")
+    (out / "README.md").write_text(readme(results, environment, reasons))
+    draw(results.rows, out / "ratios.png")
+
+
+def main() -> None:
+    """Write README.md, summary.json, environment.json and the figure into the report's folder."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=Path, required=True, help="folder of benchmarks.gemm.run")
+    parser.add_argument("--out", type=Path, required=True, help="the report's folder")
+    options = parser.parse_args()
+    write(options.runs, options.out)
+
+
+if __name__ == "__main__":
+    main()
