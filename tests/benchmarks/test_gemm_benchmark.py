@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,15 @@ def _by_segments(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, out: t
         out[rows] = (a[rows].double() @ matrix.double()).to(out.dtype)
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Products this small wait for threads ten times as long as they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Put torch in the kernels' place; returns the ways that products were computed in."""
@@ -44,6 +54,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(measure.launch, "multiply", lambda a, b, out, _kind: _exactly(a, b, out))
     monkeypatch.setattr(measure.launch, "multiply_as", as_told)
     monkeypatch.setattr(measure.launch, "multiply_segments", _by_segments)
+    monkeypatch.setattr(measure, "_THREADS", 2)
     monkeypatch.setattr(run, "sets_needed", lambda _product: 2)  # there is no cache to keep cold
     monkeypatch.setattr(torch, "compile", lambda call, **_options: call)
     return ways
