@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.ops_gemm import KINDS, gemm, gradients, pair
-from tests.support.ops_inputs import DEVICE, DTYPES, Maker, assert_same_bytes, triton_op
+from tests.support.ops_inputs import DEVICE, DTYPES, LAYOUTS, Maker, assert_same_bytes, triton_op
 from tests.support.ops_launches import recorded
 
 
@@ -203,3 +203,11 @@ def test_zero_rows_give_zero_gradients_of_weight_and_bias() -> None:
     assert bias.grad is not None
     assert_same_bytes(b.grad, torch.zeros_like(b), "the weight's")
     assert_same_bytes(bias.grad, torch.zeros_like(bias), "the bias's")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_bias_of_any_layout_adds_what_it_shows(layout: str) -> None:
+    a, b = pair("float32", 5, 24, 16)
+    bias = LAYOUTS[layout](Maker(torch.float32, seed=3).normal(16))
+    assert_same_bytes(gemm(a, b, bias), gemm(a, b, bias.clone(memory_format=torch.contiguous_format)), layout)
+    torch.testing.assert_close(gemm(a, b, bias), a @ b + bias)

@@ -23,7 +23,11 @@ def describe(values: Mapping[str, Any], blocks: Blocks) -> dict[str, Any]:
     for name, block in blocks.items():
         tensor = values[name]
         if isinstance(tensor, torch.Tensor):
-            made[name] = TensorDescriptor.from_tensor(tensor.T if lies_transposed(tensor) else tensor, block(values))
+            shape, strides = list(tensor.shape), list(tensor.stride())
+            if lies_transposed(tensor):
+                shape.reverse()
+                strides.reverse()
+            made[name] = TensorDescriptor(tensor, shape, strides, block(values))
     return made
 
 
@@ -31,15 +35,15 @@ def describable(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a matrix that can be described: aligned, its rows or columns dense and apart."""
     if tensor.dim() != _MATRIX or not tensor.numel():
         return False
-    rows = tensor.T if lies_transposed(tensor) else tensor
-    stride, neighbour = rows.stride()
-    row_bytes = stride * rows.element_size()
+    (n_rows, n_cols), (row_stride, col_stride) = tensor.shape, tensor.stride()
+    stride, width, neighbour = (row_stride, n_cols, 1) if col_stride == 1 else (col_stride, n_rows, row_stride)
+    row_bytes = stride * tensor.element_size()
     return (
         neighbour == 1
-        and rows.shape[1] <= stride
+        and width <= stride
         and row_bytes % _BYTES == 0
         and row_bytes < _ROW_BYTES
-        and rows.data_ptr() % _BYTES == 0
+        and tensor.data_ptr() % _BYTES == 0
     )
 
 

@@ -57,7 +57,7 @@ def _product(
     batched = _is_batched(b, offsets)
     x, y, out = _rows(a, batched=batched), _weights(b), _rows(out, batched=batched)
     if offsets is None:
-        multiply(x, y, out, precision, bias=bias)
+        multiply(x, y, out, precision, bias=None if bias is None else bias.contiguous())
     else:
         multiply_segments(x, y, offsets, out, precision)
 

@@ -50,7 +50,7 @@ def multiply(
         b: [k, n] or [batch, k, n].
         out: [m, n] or [batch, m, n].
         precision: of fp32 operands.
-        bias: [n], without a batch, with rows of neighbours in ``out``.
+        bias: [n], contiguous, without a batch, with rows of neighbours in ``out``.
         start: what the chains begin with, of ``out``'s shape and strides; it may be ``out``. None for zeros.
     """
     if not out.numel():
