@@ -191,12 +191,16 @@ def contenders(sets: Sequence[Sequence[Step]], best: Mapping[str, Choice]) -> di
     return found
 
 
+def _torchs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a @ b
+
+
 def compiled_run(sets: Sequence[Sequence[Step]]) -> Callable[[int], None] | None:
     """Return torch.compile's max-autotune of the same products; None of grouped ones."""
     if sets[0][0].offsets is not None:
         return None
     torch.compiler.reset()
-    multiply = torch.compile(torch.mm, fullgraph=True, dynamic=False, mode="max-autotune-no-cudagraphs")
+    multiply = torch.compile(_torchs, fullgraph=True, dynamic=False, mode="max-autotune-no-cudagraphs")
     kept: dict[tuple[int, str], torch.Tensor] = {}
 
     def run(number: int) -> None:

@@ -12,7 +12,7 @@ import torch
 from rl_engine.backends.shared.triton.gemm import launch as launching
 from rl_engine.backends.shared.triton.gemm.rule import Plan
 from tests.support.ops_gemm import KINDS, gemm, pair
-from tests.support.ops_inputs import DEVICE, ON_GPU, Maker, assert_same_bytes
+from tests.support.ops_inputs import DEVICE, LAYOUTS, ON_GPU, Maker, assert_same_bytes
 from tests.support.ops_launches import recorded
 
 ROWS, INNER, COLS = (8192, 2048, 768) if ON_GPU else (300, 24, 40)
@@ -103,6 +103,16 @@ def test_zeros_behind_k_up_to_a_multiple_of_16_change_nothing() -> None:
 
 
 # Paths.
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("layout", ["sliced", "transposed", "packed", "odd_stride", "shifted"])
+def test_tiles_that_reach_behind_the_operands_read_zeros_there(layout: str, swapped: bool) -> None:
+    # the interpreter takes one step of K at a time, so only a forced tile has a rest of K there
+    a, b = pair("float32", 37, 41, 45)
+    left, right, out = LAYOUTS[layout](a), LAYOUTS[layout](b), torch.empty(37, 45, device=DEVICE)
+    launching.multiply_as(Plan(32, 16, 16, swapped=swapped), left, right, out, "ieee")
+    torch.testing.assert_close(out, a @ b, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("swapped", [False, True])
