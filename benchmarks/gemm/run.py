@@ -11,6 +11,7 @@ as it takes longest. Rows are written after every product, so a run that is stop
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import sys
@@ -67,7 +68,7 @@ def run(options: Options, chosen: Sequence[Product], timer: Timer) -> Results:
     """Time every product, then torch.compile of each, writing what there is after each."""
     results, path = Results(), options.out / ROWS_FILE
     for product in chosen:
-        _try(options, product, results, lambda product=product: _time(options, product, results, timer))  # type: ignore[misc]
+        _try(options, product, results, functools.partial(_time, options, product, results, timer))
         results.write(path)
     done = {(row.preset, row.phase): row for row in results.rows}
     for product in chosen:
