@@ -131,6 +131,21 @@ def launch_identity(compiled: Any, grid: tuple[int, ...]) -> str:
     return hashlib.sha256(code + repr(facts).encode()).hexdigest()
 
 
+def identity_of(compiled: Any) -> str:
+    """Return in a line what compiled a kernel, for which architecture, and whether it may fuse operations."""
+    metadata = compiled.metadata
+    target = metadata.target
+    arch = f"sm_{target.arch}" if target.backend == "cuda" else target.arch
+    assembler = f", ptxas {triton.knobs.nvidia.ptxas.version}" if target.backend == "cuda" else ""
+    fusion = "on" if metadata.enable_fp_fusion else "off"
+    return f"Triton {triton.__version__}{assembler} for {arch}, fusion {fusion}"
+
+
+def nvdisasm() -> str:
+    """Return the path of the disassembler that ships with Triton; raises RuntimeError where it does not."""
+    return str(triton.knobs.nvidia.nvdisasm.path)
+
+
 def launch_grid(grid: Any, values: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the grid of a launch, evaluated as Triton does, filled up to three axes."""
     sizes: Callable[[Mapping[str, Any]], tuple[int, ...]] | tuple[int, ...] = grid
