@@ -199,6 +199,7 @@ def _description(found: _Found, record: TuningRecord) -> Iterator[str]:
     yield "evidence"
     yield f"  {evidence.comparisons} byte comparisons, {evidence.repeats} launches an input set each"
     yield f"  inputs: {', '.join(evidence.inputs)}"
+    yield f"  bit class: {evidence.bits or 'none, interpreted'}"
     yield f"  timer: {evidence.timer}, {evidence.cache} cache, {len(record.final.get(fixed, ()))} rounds in the final"
     for title, parts in _groups(record):
         yield ""

@@ -226,13 +226,19 @@ class PersistentAutotuner:
             return self._settle(request, Selection(record.winner, source, record.reason), "replayed")
         trial = request.trial()
         try:
-            verdict = trial.canary(record.winner, request.fixed)
+            verdict = trial.canary(record.winner, request.fixed, record.evidence.bits)
         except TrialUnavailableError as error:
             return self._postpone(request, f"the record cannot be compared now: {error}")
         finally:
             trial.close()
         if verdict is Canary.NOT_NOW:
             return self._postpone(request, "the record cannot be compared now")
+        if verdict is Canary.OTHER_CLASS:
+            reason = (
+                f"the record {request.key.digest} ({source}) is not used: the fixed launch is in another bit class now"
+            )
+            self._log.warn_once(request.key.kernel, reason, topic=f"bad record ({source})")
+            return None
         if verdict is Canary.DIFFERENT:
             self._guarded(lambda store: store.quarantine(request.key.digest, text))
             reason = (

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from rl_engine.backends.shared.triton import compiler
+from rl_engine.backends.shared.triton import compiler, distinct
+from rl_engine.backends.shared.triton.bits import BitClass
 from rl_engine.backends.shared.triton.distinct import Failures, LaunchSite
 from rl_engine.platforms.tuning.key import Candidate
 from rl_engine.platforms.tuning.record import TuningRecord
@@ -132,10 +133,11 @@ def test_every_compile_thread_sets_the_device_of_its_launch(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "device", Device)
     monkeypatch.setattr(compiler, "load", lambda _compiled: loads.append(threading.current_thread()))
     monkeypatch.setattr(compiler, "launch_identity", lambda compiled, _grid: str(compiled))
+    monkeypatch.setattr(distinct, "bit_class", lambda _compiled: BitClass((), ()))
     loads: list[threading.Thread] = []
     candidates = tuple(Candidate.of(BLOCK=block) for block in (1024, 512, 256))
     site = LaunchSite(Jitted(), (1,), {"n": 5}, 3, "", Failures())
-    assert site.distinct(candidates) == (candidates, ())
+    assert site.distinct(candidates).kept == candidates
     assert [index for index, _thread in entered] == [3, 3, 3]
     assert threading.current_thread() not in {thread for _index, thread in entered}
     assert set(loads) == {threading.current_thread()}  # what does not fit the card shows at loading, in this thread

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rl_engine.errors import StoreUnusableError
+from rl_engine.platforms.tuning.record import TuningRecord
 from rl_engine.platforms.tuning.store import FileStore, MemoryStore, PackStore
 from rl_engine.platforms.tuning.trial import Canary
 from tests.support.tuning import FAST, FIXED, SLOW, FakeTrial, Lab, make_key, make_record
@@ -101,7 +102,7 @@ def test_a_winner_with_other_bytes_is_quarantined_with_one_warning(store: FileSt
     lab, trial = Lab(store), FakeTrial(verdict=Canary.DIFFERENT)
     chosen = lab.select(trial)
     assert (chosen.winner, chosen.source, chosen.settled) == (FIXED, "fixed", True)
-    assert trial.calls == ["make", f"canary {FAST} | {FIXED}", "close"]
+    assert trial.calls == ["make", f"canary {FAST} | {FIXED} | 5eed-c0de", "close"]
     assert lab.warnings() == [chosen.reason]
     assert digest in chosen.reason
     assert str(FAST) in chosen.reason
@@ -121,6 +122,20 @@ def test_quarantined_text_is_not_used_again_from_a_pack_either(tmp_path: Path, s
     chosen = Lab(store, PackStore(pack.folder)).select(trial, mode="replay")
     assert (chosen.winner, chosen.reason) == (FIXED, "no record, and replay measures nothing")
     assert trial.calls == []
+
+
+def test_a_record_of_another_bit_class_is_a_miss_and_is_measured_anew(store: FileStore) -> None:
+    digest = make_key().digest
+    store.publish(digest, make_record(reason="old").to_json())
+    trial = FakeTrial(verdict=Canary.OTHER_CLASS)
+    lab = Lab(store)
+    replayed = lab.select(trial, mode="replay")
+    assert (replayed.winner, replayed.reason) == (FIXED, "no record, and replay measures nothing")
+    assert lab.warnings() == [f"the record {digest} (disk) is not used: the fixed launch is in another bit class now"]
+    assert lab.select(trial).source == "tuned"
+    assert trial.count("sample") > 0
+    assert store.quarantined(digest) is None
+    assert TuningRecord.from_json(store.load(digest) or "").reason != "old"
 
 
 @pytest.mark.parametrize("trouble", [{"verdict": Canary.NOT_NOW}, {"unavailable": "out of memory"}])

@@ -125,6 +125,7 @@ candidates
 evidence
   12 byte comparisons, 2 launches an input set each
   inputs: live, perturbed
+  bit class: 5eed-c0de
   timer: fake, cold cache, 3 rounds in the final
 
 key: bucket

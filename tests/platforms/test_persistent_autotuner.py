@@ -58,7 +58,7 @@ def test_a_restart_takes_the_record_after_one_comparison(store: FileStore) -> No
     restarted, trial = Lab(store), FakeTrial(costs_us={FIXED: 1.0, FAST: 2.0, SLOW: 3.0})
     chosen = restarted.select(trial)
     assert (chosen.winner, chosen.source, chosen.reason) == (FAST, "disk", "20.0% faster than the fixed launch")
-    assert trial.calls == ["make", f"canary {FAST} | {FIXED}", "close"]
+    assert trial.calls == ["make", f"canary {FAST} | {FIXED} | 5eed-c0de", "close"]
     assert restarted.select(trial).source == "memory"
     assert len(trial.calls) == 3
     assert restarted.log.counts() == {"replayed": 1}

@@ -31,10 +31,10 @@ def test_a_record_comes_back_as_it_was_written() -> None:
     assert text.isascii()
 
 
-def test_the_text_is_what_schema_1_says() -> None:
+def test_the_text_is_what_schema_2_says() -> None:
     key_text = '["_silu_fwd_kernel",[["bucket.n",1024],["device.name","card"],["launch.x_ptr.dtype","fp32"]]]'
     assert as_data() == {
-        "schema": 1,
+        "schema": 2,
         "kernel": "_silu_fwd_kernel",
         "key": {"bucket.n": 1024, "device.name": "card", "launch.x_ptr.dtype": "fp32"},
         "digest": hashlib.sha256(key_text.encode()).hexdigest(),
@@ -52,6 +52,7 @@ def test_the_text_is_what_schema_1_says() -> None:
         "rejections": [{"candidate": 2, "reason": "other bytes"}],
         "evidence": {
             "protocol": 1,
+            "bits": "5eed-c0de",
             "comparisons": 12,
             "repeats": 2,
             "inputs": ["live", "perturbed"],
@@ -111,7 +112,7 @@ def test_a_field_of_another_type_is_refused_by_name(name: str, value: object) ->
         TuningRecord.from_json(json.dumps(data))
 
 
-@pytest.mark.parametrize("name", ["protocol", "comparisons", "repeats", "inputs", "timer", "cache"])
+@pytest.mark.parametrize("name", ["protocol", "bits", "comparisons", "repeats", "inputs", "timer", "cache"])
 @pytest.mark.parametrize("value", [MISSING, None, True, -1, 1.5, [1], {}], ids=repr)
 def test_a_field_of_the_evidence_is_refused_by_name(name: str, value: object) -> None:
     data = as_data()
@@ -126,7 +127,7 @@ def test_a_field_of_the_evidence_is_refused_by_name(name: str, value: object) ->
 @pytest.mark.parametrize(
     ("name", "value", "complaint"),
     [
-        ("schema", 2, "schema: not 1"),
+        ("schema", 1, "schema: not 2"),
         ("schema", 1.0, "schema: not a whole number"),
         ("digest", "0" * 64, "digest: not the digest of the key beside it"),
         ("key", {"device.name": 1.0}, "key: a part is neither"),

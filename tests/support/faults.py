@@ -12,7 +12,7 @@ import torch
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from rl_engine.backends.shared.triton import compiler
+from rl_engine.backends.shared.triton import compiler, distinct
 from rl_engine.backends.shared.triton.autotuning import KernelLauncher
 from rl_engine.backends.shared.triton.distinct import Failures, LaunchSite
 from rl_engine.platforms.autotuner import PersistentAutotuner
@@ -26,7 +26,7 @@ FAILURES: Mapping[str, Callable[[], Exception]] = {
     "OutOfResources": lambda: OutOfResources(262_176, 232_448, "shared memory"),
     "PTXASError": lambda: PTXASError("made up"),
 }
-_identities = LaunchSite._identities
+_compiled = LaunchSite._compiled
 _run = KernelLauncher._run
 
 
@@ -55,7 +55,8 @@ class FakeCompiler:
         monkeypatch.setattr(compiler, "compile_launch", self._compile)
         monkeypatch.setattr(compiler, "load", lambda compiled: self.on_load(compiled.options))
         monkeypatch.setattr(compiler, "launch_identity", lambda compiled, grid: f"{compiled.options} {grid}")
-        monkeypatch.setattr(LaunchSite, "_identities", self._as_on_a_card)
+        monkeypatch.setattr(distinct, "bit_class", lambda _compiled: None)  # as interpreted: nothing to compare
+        monkeypatch.setattr(LaunchSite, "_compiled", self._as_on_a_card)
 
     def count(self, **options: int) -> int:
         """Return how often candidates with these options were compiled."""
@@ -69,7 +70,7 @@ class FakeCompiler:
 
     @staticmethod
     def _as_on_a_card(site: LaunchSite, candidates: Any) -> Any:
-        return _identities(_OnACard(*(getattr(site, field.name) for field in fields(site))), candidates)
+        return _compiled(_OnACard(*(getattr(site, field.name) for field in fields(site))), candidates)
 
 
 def failing(error: Callable[[], Exception], **options: int) -> Callable[[Mapping[str, int]], None]:

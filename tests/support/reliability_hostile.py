@@ -100,7 +100,7 @@ def _dropped_or_added(chance: random.Random) -> bytes:
 def _other_schema(chance: random.Random) -> bytes:
     data = json.loads(GOOD)
     if chance.random() < 0.5:
-        data["schema"] = chance.choice((0, 2, -1, "1", 1.0, True, None, 10**30))
+        data["schema"] = chance.choice((0, 1, -1, "2", 2.0, True, None, 10**30))
     else:
         data["evidence"]["protocol"] = chance.choice((0, 2, 99, "1", 1.0, True))
     return _text(data)
@@ -199,7 +199,7 @@ def may_be_launched(text: bytes) -> bool:
     winner = data["candidates"][data["winner"]]
     times = [one for table in (data["screening_us"], data["final_us"]) for row in table.values() for one in row]
     return (
-        (type(data["schema"]), data["schema"]) == (int, 1)
+        (type(data["schema"]), data["schema"]) == (int, 2)
         and (type(data["evidence"]["protocol"]), data["evidence"]["protocol"]) == (int, 1)
         and data["kernel"] == KEY.kernel
         and data["digest"] == KEY.digest

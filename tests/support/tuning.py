@@ -19,7 +19,13 @@ SLOW = Candidate.of(BLOCK=2048, num_warps=4)
 CANDIDATES = (FIXED, FAST, SLOW)
 COSTS_US = {FIXED: 10.0, FAST: 8.0, SLOW: 12.0}
 EVIDENCE = Evidence(
-    protocol=PROTOCOL, comparisons=12, repeats=2, inputs=("live", "perturbed"), timer="fake", cache="cold"
+    protocol=PROTOCOL,
+    bits="5eed-c0de",
+    comparisons=12,
+    repeats=2,
+    inputs=("live", "perturbed"),
+    timer="fake",
+    cache="cold",
 )
 
 
@@ -83,8 +89,8 @@ class FakeTrial:
         rejections = tuple(Rejection(candidate, reason) for candidate, reason in self.rejected.items())
         return Qualified(survivors, rejections, EVIDENCE)
 
-    def canary(self, candidate: Candidate, fixed: Candidate) -> Canary:
-        self.calls.append(f"canary {candidate} | {fixed}")
+    def canary(self, candidate: Candidate, fixed: Candidate, bits: str) -> Canary:
+        self.calls.append(f"canary {candidate} | {fixed} | {bits}")
         if self.unavailable:
             raise TrialUnavailableError(self.unavailable)
         return self.verdict

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from rl_engine.platforms.tuning.decision import Samples
 
-SCHEMA = 1
+SCHEMA = 2  # 2 stores the bit class
 PROTOCOL = 1  # how candidates are compared; a record made under another protocol is not trusted
 _LAST_SECOND = 253_402_300_799  # of the year 9999: what a date can hold
 _SHOWN = 100  # characters of a stored value that a message quotes
@@ -216,6 +216,7 @@ def _evidence(data: Mapping[str, Any]) -> Evidence:
     fields = _Fields(data, "evidence.")
     return Evidence(
         protocol=fields.whole("protocol"),
+        bits=fields.text("bits"),
         comparisons=fields.whole("comparisons"),
         repeats=fields.whole("repeats"),
         inputs=fields.texts("inputs"),

@@ -16,6 +16,7 @@ class Canary(Enum):
     EQUAL = "equal"
     DIFFERENT = "different"
     NOT_NOW = "not now"
+    OTHER_CLASS = "other class"  # the fixed launch is not in the bit class that the record was made in
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Evidence:
     """What was compared before anything was timed, and how the timing was done."""
 
     protocol: int  # version of the comparison; a record of another version is not trusted
+    bits: str  # digest of the fixed launch's bit class, which every survivor shares; '' where there is none
     comparisons: int  # byte comparisons that were made
     repeats: int  # launches of each candidate on each input set
     inputs: tuple[str, ...]  # kinds of input sets, e.g. live, perturbed
@@ -57,8 +59,11 @@ class Trial(Protocol):
         """
         ...
 
-    def canary(self, candidate: Candidate, fixed: Candidate) -> Canary:
-        """Compare ``candidate`` with ``fixed`` once, on the live inputs."""
+    def canary(self, candidate: Candidate, fixed: Candidate, bits: str) -> Canary:
+        """Compare ``candidate`` with ``fixed`` once, on the live inputs.
+
+        First the bit class of ``fixed`` with the recorded one, ``bits``: in another class the record proves nothing.
+        """
         ...
 
     def sample(self, candidate: Candidate) -> float:

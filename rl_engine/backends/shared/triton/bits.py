@@ -80,6 +80,14 @@ def _structure(compiled: Any) -> tuple[tuple[str, ...], bool, bool]:
 
 @functools.lru_cache(64)
 def _read(ttir_text: str, ttgir_text: str, assembly: str, identity: str) -> tuple[tuple[str, ...], bool, bool]:
+    try:
+        return _lines(ttir_text, ttgir_text, assembly, identity)
+    except (ValueError, IndexError, KeyError) as error:  # printed in a way that no supported Triton prints it
+        reason = f"the IR, not understood ({compiler.first_line(error)})"
+        return (identity, reason, _own(assembly)), True, True
+
+
+def _lines(ttir_text: str, ttgir_text: str, assembly: str, identity: str) -> tuple[tuple[str, ...], bool, bool]:
     ttir, ttgir = bits_ir.parse(ttir_text), bits_ir.parse(ttgir_text)
     unordered = bits_sums.atomics(ttir)
     lines = [
@@ -92,7 +100,7 @@ def _read(ttir_text: str, ttgir_text: str, assembly: str, identity: str) -> tupl
         *unordered,
     ]
     if not _understood(ttir, ttgir, lines):
-        lines.append(f"a class of its own: {_digest((assembly,))}")
+        lines.append(_own(assembly))
     return tuple(lines), not unordered, bits_sums.fusible(ttgir)
 
 
@@ -101,6 +109,10 @@ def _understood(ttir: bits_ir.Module, ttgir: bits_ir.Module, lines: list[str]) -
     return (
         bool(ttir.operations and ttgir.operations) and not calls and not any("not understood" in one for one in lines)
     )
+
+
+def _own(assembly: str) -> str:
+    return f"a class of its own: {_digest((assembly,))}"
 
 
 def _architecture(identity: str) -> str:

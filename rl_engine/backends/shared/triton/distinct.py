@@ -1,4 +1,4 @@
-"""Which candidates are launches of their own: compiled side by side, loaded, and told apart by what would run."""
+"""Which candidates are launches of their own in the fixed launch's bit class: compiled side by side and compared."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rl_engine.backends.shared.triton import compiler
+from rl_engine.backends.shared.triton.bits import BitClass, bit_class, structure_digest, structure_of
 from rl_engine.backends.shared.triton.descriptors import Blocks, describe
 from rl_engine.backends.shared.triton.parallel import AbandonedError, run_all
 from rl_engine.errors import TrialUnavailableError
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 COMPILE_PATIENCE_S = 60.0  # the slowest candidate of this library takes 3 s
 _COMPILE_THREADS = 8  # 16 GEMM candidates: 5.8 s in one thread, 1.3 s in 8 (H200)
+_REASON = 300  # characters of a reason: a layout may be long
 _INTERPRETED_MORE = 4  # interpreted programs run one after the other, milliseconds each
 _NOT_INTERPRETED = ("num_warps", "num_stages")  # options that mean nothing to the interpreter
 
@@ -52,6 +54,29 @@ class Failures:
 
 
 @dataclass(frozen=True)
+class Distinct:
+    """What is left of a candidate set before anything runs.
+
+    Attributes:
+        kept: launches of their own, the fixed one first, all in its bit class.
+        rejections: the others, and why.
+        bits: digest of the fixed launch's bit class; '' where launches are interpreted.
+    """
+
+    kept: tuple[Candidate, ...]
+    rejections: tuple[Rejection, ...]
+    bits: str
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """What would run, as text that equal launches share, and its bit class; None where it is interpreted."""
+
+    identity: str
+    bits: BitClass | None
+
+
+@dataclass(frozen=True)
 class LaunchSite:
     """A kernel, its arguments and its grid: what compiling a candidate takes.
 
@@ -78,41 +103,58 @@ class LaunchSite:
         """Whether launches run one program after the other, on the CPU."""
         return self.device_index < 0
 
-    def distinct(self, candidates: tuple[Candidate, ...]) -> tuple[tuple[Candidate, ...], tuple[Rejection, ...]]:
-        """Return the candidates, the fixed launch first, that compile, load and are not the same launch as another.
+    def distinct(self, candidates: tuple[Candidate, ...]) -> Distinct:
+        """Compile and load the candidates; leave out what fails, equals another launch, or may give other bits.
 
         Compiled kernels stay referenced by the jitted function's own cache: one that was launched is never dropped.
         Raises TrialUnavailableError where the fixed launch itself does not compile.
         """
         fixed = candidates[0]
         known = {one: reason for one in candidates if (reason := self.failures.reason(self.specialisation, one))}
-        identities = self._identities([one for one in candidates if one not in known])
+        compiled = self._compiled([one for one in candidates if one not in known])
         kept: dict[str, Candidate] = {}
         rejections: list[Rejection] = []
+        bits: BitClass | None = None
         for candidate in candidates:
-            identity = identities.get(candidate)
-            if identity is None:
+            found = compiled.get(candidate)
+            if found is None:
                 reason = known[candidate]
-            elif isinstance(identity, Exception):
-                reason = self.failures.remember(self.specialisation, candidate, identity)
-            elif identity in kept:
-                reason = f"same launch as {kept[identity]}"
+            elif isinstance(found, Exception):
+                reason = self.failures.remember(self.specialisation, candidate, found)
+            elif found.identity in kept:
+                reason = f"same launch as {kept[found.identity]}"
             elif self.interpreted and self._programs(candidate) > _INTERPRETED_MORE * self._programs(fixed):
                 reason = "too many programs for the interpreter"
+            elif bits is not None and found.bits is not None and not found.bits.agrees_with(bits):
+                reason = f"bits: another class ({found.bits.difference(bits)})"[:_REASON]
             else:
-                kept[identity] = candidate
+                kept[found.identity] = candidate
+                bits = bits or found.bits
                 continue
             if candidate == fixed:
                 raise TrialUnavailableError(f"the fixed launch {reason}")
             rejections.append(Rejection(candidate, reason))
-        return tuple(kept.values()), tuple(rejections)
+        return Distinct(tuple(kept.values()), tuple(rejections), "" if bits is None else bits.digest)
 
-    def _identities(self, candidates: Sequence[Candidate]) -> dict[Candidate, str | Exception]:
-        """Return what would run for each candidate, as text that equal launches share, or why nothing would."""
+    def keeps(self, fixed: Candidate, bits: str) -> bool:
+        """Return whether the fixed launch, compiled here, is in the bit class with digest ``bits``.
+
+        By the half that is read from the IR: disassembling takes longer than a record saves. Raises
+        TrialUnavailableError where it does not compile.
+        """
         if self.interpreted:
-            return {one: repr((self._grid(one), _interpreted_options(one))) for one in candidates}
+            return not bits
+        try:
+            return structure_of(self._compile(fixed)) == structure_digest(bits)
+        except compiler.CANDIDATE_FAILURES as error:
+            raise TrialUnavailableError(f"the fixed launch failed: {compiler.first_line(error)}") from error
+
+    def _compiled(self, candidates: Sequence[Candidate]) -> dict[Candidate, _Compiled | Exception]:
+        """Return what would run for each candidate, or why nothing would."""
+        if self.interpreted:
+            return {one: _Compiled(repr((self._grid(one), _interpreted_options(one))), None) for one in candidates}
         outcomes = run_all(
-            [functools.partial(self._compile, one) for one in candidates],
+            [functools.partial(self._compile_and_read, one) for one in candidates],
             threads=min(_COMPILE_THREADS, os.cpu_count() or 1),
             patience_s=COMPILE_PATIENCE_S,
             expected=compiler.CANDIDATE_FAILURES,
@@ -125,15 +167,20 @@ class LaunchSite:
         values = {name: described[name] for name in self.values}
         return compiler.compile_launch(self.jitted, self.grid, values, options, self.device_index)
 
-    def _loaded(self, candidate: Candidate, compiled: Any) -> str | Exception:
+    def _compile_and_read(self, candidate: Candidate) -> tuple[Any, BitClass]:
+        compiled = self._compile(candidate)
+        return compiled, bit_class(compiled)
+
+    def _loaded(self, candidate: Candidate, outcome: tuple[Any, BitClass] | Exception) -> _Compiled | Exception:
         """Load in this thread: what does not fit the card shows here, not at compilation."""
-        if isinstance(compiled, Exception):
-            return compiled
+        if isinstance(outcome, Exception):
+            return outcome
+        compiled, bits = outcome
         try:
             compiler.load(compiled)
         except compiler.CANDIDATE_FAILURES as error:
             return error
-        return compiler.launch_identity(compiled, self._grid(candidate))
+        return _Compiled(compiler.launch_identity(compiled, self._grid(candidate)), bits)
 
     def _grid(self, candidate: Candidate) -> tuple[int, ...]:
         return compiler.launch_grid(self.grid, self.values, dict(candidate.options))

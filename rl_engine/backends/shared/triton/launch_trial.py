@@ -1,4 +1,4 @@
-"""The tuner's `Trial` of one kernel launch: drop equal launches, gate bytes, time; never the user's data."""
+"""The tuner's `Trial` of one kernel launch: drop equal launches and other bit classes, gate bytes, time; on scratch."""
 
 from __future__ import annotations
 
@@ -53,21 +53,24 @@ class LaunchTrial:
     def qualify(self, candidates: tuple[Candidate, ...]) -> Qualified:
         """See `rl_engine.platforms.tuning.trial.Trial`."""
         with self._ordered():
-            distinct, rejections = self._site.distinct(candidates)
+            distinct = self._site.distinct(candidates)
             repeats = 1 if self._site.interpreted else REPEATS  # the interpreter runs one program after the other
-            found = gate(self._launch, distinct, repeats=repeats)
+            found = gate(self._launch, distinct.kept, repeats=repeats)
         evidence = Evidence(
             protocol=PROTOCOL,
+            bits=distinct.bits,
             comparisons=found.comparisons,
             repeats=repeats,
             inputs=found.inputs,
             timer=self._timer.name,
             cache="cold" if self._rotation() * self._footprint >= 2 * self._identity.l2_bytes else "warm",
         )
-        return Qualified(found.survivors, (*rejections, *found.rejections), evidence)
+        return Qualified(found.survivors, (*distinct.rejections, *found.rejections), evidence)
 
-    def canary(self, candidate: Candidate, fixed: Candidate) -> Canary:
+    def canary(self, candidate: Candidate, fixed: Candidate, bits: str) -> Canary:
         """See `rl_engine.platforms.tuning.trial.Trial`."""
+        if not self._site.keeps(fixed, bits):
+            return Canary.OTHER_CLASS
         with self._ordered():
             passed = gate(self._launch, (fixed, candidate), repeats=1)
         return Canary.EQUAL if candidate in passed.survivors else Canary.DIFFERENT
