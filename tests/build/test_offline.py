@@ -13,16 +13,18 @@ import triton.language as tl
 from rl_engine.backends import catalog
 from rl_engine.backends.shared.triton import autotuning
 from rl_engine.backends.shared.triton.autotuning import TunableKernel
+from rl_engine.backends.shared.triton.bits import bit_class
 from tests.support.offline import (
     TARGETS,
     Offline,
     Specialisation,
     Target,
     compile_offline,
+    open_sums,
     record,
 )
 from tests.support.offline_chains import broken_chains
-from tests.support.offline_ttir import access, reductions, reordering
+from tests.support.offline_ttir import access
 
 catalog.load()
 KERNELS = sorted(name for name, one in autotuning.kernels().items() if one.__module__.startswith("rl_engine."))
@@ -38,11 +40,16 @@ MOST_LAUNCHES = 3  # of a kernel for other cards, dtypes and assumptions; for sm
 JOBS = 2
 
 
-def problems(launch: Offline, target: Target, assumed: Specialisation = ANYTHING) -> list[str]:
-    """Compile a launch and return what its code does that it must not."""
+def problems(
+    launch: Offline, target: Target, assumed: Specialisation = ANYTHING, like: Offline | None = None
+) -> list[str]:
+    """Compile a launch and return what its code does that it must not; ``like`` is one whose bits it must have."""
     compiled = compile_offline(launch, target, assumed)
     ttir, declared, found = compiled.asm["ttir"], launch.kernel.declaration, []
-    found += [f"a sum of {one.values} values whose order the layout chooses" for one in reordering(ttir)]
+    found += open_sums(compiled)
+    if like is not None:
+        difference = bit_class(compiled).difference(bit_class(compile_offline(like, target, ANYTHING)))
+        found += [f"another bit class: {difference}"] if difference else []
     if compiled.metadata.shared > target.shared_bytes:
         found.append(f"{compiled.metadata.shared} bytes of shared memory, {target.shared_bytes} are there")
     seen = access(ttir, _parameters(launch, assumed))
@@ -79,10 +86,18 @@ def launches() -> dict[tuple[str, str, str], list[Offline]]:
     return found
 
 
-def _all_problems(launches: list[Offline], target: Target, assumed: Specialisation = ANYTHING) -> list[str]:
+def _all_problems(
+    launches: list[Offline], target: Target, assumed: Specialisation = ANYTHING, like: list[Offline] | None = None
+) -> list[str]:
     assert launches, "no declared case launches this kernel here"
     with ThreadPoolExecutor(JOBS) as pool:
-        found = list(pool.map(lambda launch: problems(launch, target, assumed), launches))
+        found = list(
+            pool.map(
+                lambda launch, other: problems(launch, target, assumed, other),
+                launches,
+                like or [None] * len(launches),
+            )
+        )
     return [f"{launch.shape}: {one}" for launch, ones in zip(launches, found, strict=True) for one in ones]
 
 
@@ -117,15 +132,25 @@ def test_other_dtypes_do_too(dtype: str, kernel: str, launches: dict[tuple[str, 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("assumed", SPECIALISATIONS)
-def test_whatever_the_compiler_may_assume_of_addresses_and_integers(
+def test_one_bit_class_whatever_the_compiler_may_assume_of_addresses_and_integers(
     assumed: str, kernel: str, launches: dict[tuple[str, str, str], list[Offline]]
 ) -> None:
     found = _some(_narrowest(launches, "sm_90", kernel))
-    assert _all_problems(found, TARGETS["sm_90"], SPECIALISATIONS[assumed]) == []
+    assert _all_problems(found, TARGETS["sm_90"], SPECIALISATIONS[assumed], found) == []
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_candidates_compile_and_keep_the_promises_too(
+@pytest.mark.parametrize("target", [name for name in TARGETS if name != "sm_90"])
+def test_one_bit_class_on_other_cards_too(
+    target: str, kernel: str, launches: dict[tuple[str, str, str], list[Offline]]
+) -> None:
+    found = _narrowest(launches, target, kernel)[:1]
+    for assumed in ("unaligned", "ones"):  # nothing may be assumed, or the most
+        assert _all_problems(found, TARGETS[target], SPECIALISATIONS[assumed], found) == []
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_candidates_compile_into_the_fixed_launchs_bit_class_and_keep_the_promises_too(
     kernel: str, launches: dict[tuple[str, str, str], list[Offline]]
 ) -> None:
     target = TARGETS["sm_90"]
@@ -133,7 +158,7 @@ def test_candidates_compile_and_keep_the_promises_too(
     others = widest.candidates(target.identity)[1:]
     chosen = [widest.with_candidate(one) for one in others[:: max(1, len(others) // MOST_CANDIDATES)]]
     assert chosen, "a tunable kernel without a second candidate is not tunable"
-    assert _all_problems(chosen, target) == []
+    assert _all_problems(chosen, target, like=[widest] * len(chosen)) == []
 
 
 def test_integers_that_change_from_step_to_step_are_not_specialised() -> None:
@@ -212,10 +237,10 @@ def _toy(kernel: Any) -> Offline:
 @pytest.mark.parametrize(
     ("kernel", "wanted"),
     [
-        (_plain_sum_kernel, ["a sum of 256 values whose order the layout chooses"]),
+        (_plain_sum_kernel, ["open sum: tt.reduce by arith.addf over 256"]),
         (_largest_and_count_kernel, []),
         (_undeclared_write_kernel, ["writes x_ptr, undeclared"]),
-        (_undeclared_atomic_kernel, ["writes x_ptr, undeclared"]),
+        (_undeclared_atomic_kernel, ["open sum: tt.atomic_rmw, in any order", "writes x_ptr, undeclared"]),
         (_declared_but_only_read_kernel, ["does not write x_ptr", "reads x_ptr, declared as output only"]),
     ],
     ids=lambda one: getattr(one, "__name__", ""),
@@ -230,12 +255,10 @@ def test_the_checks_catch_too_much_shared_memory() -> None:
     assert "bytes of shared memory, 8 are there" in " ".join(problems(_toy(_plain_sum_kernel), small))
 
 
-def test_every_reduction_in_the_text_is_understood() -> None:
-    compiled = compile_offline(_toy(_largest_and_count_kernel), TARGETS["sm_90"], ANYTHING)
-    assert sorted((one.values, one.operations) for one in reductions(compiled.asm["ttir"])) == [
-        (256, ("arith.addi",)),
-        (256, ("arith.maxnumf",)),
-    ]
+def test_the_checks_catch_a_launch_with_other_bits() -> None:
+    toy, target = _toy(_plain_sum_kernel), TARGETS["sm_90"]
+    (_sum, other) = problems(replace(toy, options={"num_warps": 8}), target, like=toy)[::-1]
+    assert other.startswith("another bit class: tt.reduce by arith.addf over 256: ")
 
 
 def test_dynamic_integers_that_the_compiler_specialises_are_refused() -> None:

@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from rl_engine.backends import catalog
-from rl_engine.backends.shared.triton import compiler, operands
+from rl_engine.backends.shared.triton import bits_ir, bits_sums, compiler, operands
 from rl_engine.backends.shared.triton.autotuning import KernelLauncher
 from rl_engine.backends.spec import OpSpec
 from rl_engine.platforms import device
@@ -184,3 +184,10 @@ def compile_offline(launch: Offline, target: Target, assumed: Specialisation) ->
     source = ASTSource(launch.kernel.fn, signature, constants, attributes)
     options = {**launch.options, **compiler.FIXED_OPTIONS}
     return triton.compile(source, target=target.triton, options=options)
+
+
+def open_sums(compiled: Any) -> list[str]:
+    """Return the sums of a compiled kernel whose order is left to layouts or to chance, without what decides it."""
+    ttir, ttgir = bits_ir.parse(compiled.asm["ttir"]), bits_ir.parse(compiled.asm["ttgir"])
+    lines = [*bits_sums.reductions(ttgir), *bits_sums.exposed(ttir, ttgir), *bits_sums.atomics(ttir)]
+    return [f"open sum: {one.partition(':')[0]}" for one in lines if not one.startswith("fold of ")]

@@ -1,4 +1,4 @@
-"""What a kernel's TTIR says about its bits and its writes, read from the text that every Triton version prints."""
+"""What a kernel's TTIR says about its writes, read from the text that every Triton version prints."""
 
 from __future__ import annotations
 
@@ -8,41 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 _ARGUMENT = re.compile(r"%([\w$.-]+): ([^{,]*?)(?: \{[^}]*\})? loc\(")
-_REDUCE = re.compile(
-    r'"tt\.reduce"\([^)]*\) <\{axis = (?P<axis>\d+) : i32.*?\}> \(\{(?P<body>.*?)\}\) : \((?P<type>tensor<[^>]*>)',
-    re.DOTALL,
-)
 _RESULT = re.compile(r"^(%[\w$.-]+)(?::\d+)? = (.*)$")
 _VALUE = re.compile(r"%[\w$.-]+")
 _NAME = re.compile(r"%[\w$.-]+(?:#\d+)?")
 # results that are a pointer into what these operands point into
 _FIRST_OPERAND = ("tt.addptr", "tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape", "tt.trans", "tt.bitcast")
 _LOOP_VARIABLE = re.compile(r"(%[\w$.-]+) = (%[\w$.-]+(?:#\d+)?)")
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """One ``tt.reduce``: how many values meet in one result, and by which operations."""
-
-    values: int
-    operations: tuple[str, ...]
-
-
-def reductions(ttir: str) -> list[Reduction]:
-    """Return every reduction of a kernel."""
-    found = []
-    for match in _REDUCE.finditer(ttir):
-        shape = match["type"].removeprefix("tensor<").split("x")
-        operations = tuple(re.findall(r"= ((?:arith|math|tt)\.\w+)", match["body"]))
-        found.append(Reduction(int(shape[int(match["axis"])]), operations))
-    assert len(found) == ttir.count('"tt.reduce"('), "a tt.reduce is printed in a way that is not understood"
-    return found
-
-
-def reordering(ttir: str) -> list[Reduction]:
-    """Return the floating-point reductions whose order a layout could choose: more than two values, no max or min."""
-    free = re.compile(r"arith\.(max|min)\w*f|arith\.(cmpf|select)|\w+\.\w+i$")
-    return [one for one in reductions(ttir) if one.values != 2 and not all(free.match(name) for name in one.operations)]
 
 
 @dataclass
