@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from rl_engine.backends import catalog
-from rl_engine.backends.shared.triton import bits_ir, bits_sums, compiler, operands
+from rl_engine.backends.shared.triton import bits_ir, bits_sums, compiler, operands, resources
 from rl_engine.backends.shared.triton.autotuning import KernelLauncher
 from rl_engine.backends.spec import OpSpec
 from rl_engine.platforms import device
@@ -22,7 +22,6 @@ from rl_engine.platforms.tuning.key import Candidate
 from rl_engine.runtime.policy import autotune
 from tests.support.ops_inputs import DTYPES, Maker, run
 
-KIB = 1 << 10
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "waves_per_eu")
 MOST_ROWS = 64  # of a recorded case: nothing is computed, but inputs are made
 # sizes beside the declared cases', at which an operator takes another kernel; their rows are not cut to MOST_ROWS
@@ -47,19 +46,19 @@ class Target:
     shared_bytes: int
 
 
-def _target(kind: Literal["cuda", "hip"], arch: str, sm_count: int, shared_kib: int) -> Target:
+def _target(kind: Literal["cuda", "hip"], arch: str, sm_count: int) -> Target:
     triton_arch = int(arch.removeprefix("sm_")) if kind == "cuda" else arch
-    warp = 32 if kind == "cuda" else 64
-    return Target(GPUTarget(kind, triton_arch, warp), DeviceIdentity(kind, arch, arch, sm_count), shared_kib * KIB)
+    limits = resources.LIMITS[arch]
+    identity = DeviceIdentity(kind, arch, arch, sm_count)
+    return Target(GPUTarget(kind, triton_arch, limits.lanes), identity, limits.shared_bytes)
 
 
-# NVIDIA: CUDA C++ programming guide, shared memory of one block by compute capability. AMD: CDNA 3 and 4 manuals, LDS.
 TARGETS = {
-    "sm_80": _target("cuda", "sm_80", 108, 163),
-    "sm_90": _target("cuda", "sm_90", 132, 227),
-    "sm_100": _target("cuda", "sm_100", 148, 227),
-    "gfx942": _target("hip", "gfx942", 304, 64),
-    "gfx950": _target("hip", "gfx950", 256, 160),
+    "sm_80": _target("cuda", "sm_80", 108),
+    "sm_90": _target("cuda", "sm_90", 132),
+    "sm_100": _target("cuda", "sm_100", 148),
+    "gfx942": _target("hip", "gfx942", 304),
+    "gfx950": _target("hip", "gfx950", 256),
 }
 
 
@@ -87,8 +86,7 @@ class Offline:
 
     def candidates(self, identity: DeviceIdentity) -> tuple[Candidate, ...]:
         """Return every launch that a tuner would consider on that card."""
-        sizes = {name: value for name, value in self.values.items() if not isinstance(value, torch.Tensor)}
-        return self.kernel.candidates(sizes, identity)
+        return self.kernel.candidates(self.values, identity)
 
     @property
     def shape(self) -> tuple[Any, ...]:

@@ -48,9 +48,7 @@ class Launch:
 
     def candidates(self) -> tuple[Candidate, ...]:
         """Return every launch that a tuner would consider, the fixed one first."""
-        return self.kernel.candidates(
-            self.kernel._signature.sizes(*self.args, **self.kwargs), device.identify(self.index)
-        )
+        return self.kernel.candidates(self.values, device.identify(self.index))
 
     def programs(self, candidate: Candidate) -> int:
         """Return how many programs it takes with a candidate's options."""

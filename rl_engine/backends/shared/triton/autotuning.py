@@ -18,7 +18,7 @@ import torch
 
 from rl_engine import settings
 from rl_engine.backends.shared.triton import compiler
-from rl_engine.backends.shared.triton.candidates import Admits, FixedRule, derive
+from rl_engine.backends.shared.triton.candidates import Admits, Axes, FixedRule, NeedsRule, derive
 from rl_engine.backends.shared.triton.descriptors import Blocks, describe
 from rl_engine.backends.shared.triton.distinct import Failures, LaunchSite
 from rl_engine.backends.shared.triton.launch_trial import LaunchTrial
@@ -63,19 +63,28 @@ class TunableKernel:
         data: pointers to floating-point inputs whose values may be anything (no ids, offsets, lengths).
         dynamic: integers that change from step to step; declared ``do_not_specialize`` below.
         admits: (scalar arguments, launch) -> whether the launch makes sense at all.
+        needs: (scalar arguments and bytes an element of each pointer, launch) -> registers and shared memory it takes.
+        on: axes as they are on a kind of device (cuda, hip) where they differ from ``neutral``, or exist only there.
         warm: the inputs usually lie in the L2, so time them there.
         descriptors: matrices that the kernel takes as tensor descriptors: (all arguments) -> block of each.
     """
 
     outputs: tuple[str, ...]
     fixed: FixedRule
-    neutral: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    neutral: Axes = field(default_factory=dict)
     inout: tuple[str, ...] = ()
     data: tuple[str, ...] = ()
     dynamic: tuple[str, ...] = ()
     admits: Admits | None = None
+    needs: NeedsRule | None = None
+    on: Mapping[str, Axes] = field(default_factory=dict)
     warm: bool = False
     descriptors: Blocks = field(default_factory=dict)
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """Names of all axes, on any kind of device."""
+        return frozenset(self.neutral).union(*self.on.values())
 
     def __call__(self, jitted: Any) -> KernelLauncher:
         """Wrap a jitted kernel; raises ValueError where the declaration does not fit it."""
@@ -88,7 +97,7 @@ class TunableKernel:
             raise ValueError(f"{jitted.fn.__name__}: {', '.join(unnamed)}: pointer arguments end in _ptr")
         declared = {*pointers, *self.dynamic}
         wrong = sorted(name for name in declared if name not in names)
-        wrong += sorted(name for name in self.neutral if name not in names and name not in _LAUNCH_OPTIONS)
+        wrong += sorted(name for name in self.axes if name not in names and name not in _LAUNCH_OPTIONS)
         if wrong:
             raise ValueError(f"{jitted.fn.__name__}: {', '.join(wrong)} declared, but the kernel has no such argument")
         specialised = [one.name for one in getattr(jitted, "params", ()) if not one.do_not_specialize]
@@ -105,8 +114,8 @@ class KernelLauncher:
         functools.update_wrapper(self, jitted.fn)  # type: ignore[arg-type]  # it takes any object with attributes
         self.fn = jitted
         self.declaration = declaration
-        self._tuned = frozenset(declaration.neutral) - _LAUNCH_OPTIONS
-        self._explicit = frozenset(declaration.neutral) | _LAUNCH_OPTIONS
+        self._tuned = declaration.axes - _LAUNCH_OPTIONS
+        self._explicit = declaration.axes | _LAUNCH_OPTIONS
         self._signature = generate(
             jitted.fn,
             tuned=self._tuned,
@@ -141,10 +150,12 @@ class KernelLauncher:
         """Ask the autotuner again at the next launch of every signature."""
         self._settled.clear()
 
-    def candidates(self, sizes: Mapping[str, Any], identity: DeviceIdentity) -> tuple[Candidate, ...]:
-        """Return the launches for these scalar arguments, the fixed one first."""
-        declaration = self.declaration
-        return derive(declaration.fixed(sizes, identity), declaration.neutral, sizes, declaration.admits)
+    def candidates(self, values: Mapping[str, Any], identity: DeviceIdentity) -> tuple[Candidate, ...]:
+        """Return the launches for these arguments, tensors and scalars by name, the fixed one first."""
+        tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+        sizes = {name: value for name, value in values.items() if name not in tensors}
+        widths = {name: tensor.element_size() for name, tensor in tensors.items()}
+        return derive(self.declaration, sizes, widths, identity)
 
     def _launch(self, grid: Any, *args: Any, **kwargs: Any) -> None:
         policy = launch_policy()
@@ -208,7 +219,7 @@ class KernelLauncher:
         except (RuntimeError, AssertionError, OSError) as error:
             events.log().warn_once(self.__name__, f"{self.__name__} runs fixed: the device cannot be told ({error})")
             return self.declaration.fixed(self._signature.sizes(*args, **kwargs), device.UNKNOWN)
-        candidates = self.candidates(self._signature.sizes(*args, **kwargs), identity)
+        candidates = self.candidates(values, identity)
         key = TuningKey.of(self.__name__, {**parts, "kernel.candidates": candidates_digest(candidates)})
         if _in_child_of_cuda_process or (index >= 0 and torch.cuda.is_current_stream_capturing()):
             process_autotuner().miss(key)

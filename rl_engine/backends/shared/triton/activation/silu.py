@@ -34,6 +34,7 @@ def _silu_slope(x):
     fixed=elementwise.fixed,
     neutral=elementwise.NEUTRAL,
     admits=elementwise.admits,
+    on=elementwise.ON,
 )
 @triton.jit(do_not_specialize=["n_rows", "n_cols"])
 def _silu_fwd_kernel(x_ptr, y_ptr, n_rows, n_cols, x_stride, y_stride, ONE_ROW: tl.constexpr, BLOCK: tl.constexpr):
@@ -56,6 +57,7 @@ def _silu_fwd_kernel(x_ptr, y_ptr, n_rows, n_cols, x_stride, y_stride, ONE_ROW: 
     fixed=elementwise.fixed,
     neutral=elementwise.NEUTRAL,
     admits=elementwise.admits,
+    on=elementwise.ON,
 )
 @triton.jit(do_not_specialize=["n_rows", "n_cols"])
 def _silu_bwd_kernel(

@@ -23,6 +23,7 @@ from rl_engine.backends.spec import implements
     fixed=elementwise.fixed,
     neutral=elementwise.NEUTRAL,
     admits=elementwise.admits,
+    on=elementwise.ON,
 )
 @triton.jit(do_not_specialize=["n_rows", "n_cols"])
 def _swiglu_fwd_kernel(
@@ -72,6 +73,7 @@ def _swiglu_gradients(gate, up, dy):
     fixed=elementwise.fixed,
     neutral=elementwise.NEUTRAL,
     admits=elementwise.admits,
+    on=elementwise.ON,
 )
 @triton.jit(do_not_specialize=["n_rows", "n_cols"])
 def _swiglu_bwd_kernel(

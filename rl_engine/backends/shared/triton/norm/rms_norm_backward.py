@@ -26,6 +26,7 @@ from rl_engine.backends.shared.triton.norm.rms_norm_forward import (
 from rl_engine.backends.shared.triton.norm.strided_rows import load_tile, row_offset, rows_of, store_tile
 from rl_engine.backends.shared.triton.operands import INTERPRETED_TILE, power_of_two
 from rl_engine.backends.shared.triton.primitives.folds import fold_columns, fold_rows, minus_zero, rounded_product
+from rl_engine.backends.shared.triton.resources import Needs
 from rl_engine.platforms import device
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ _ONE_LAUNCH = 1024  # roots that are folded by one launch; more are folded 64 at
 _LARGEST_SHARED = ("sm_90", "sm_100", "sm_103")  # 192 KiB a program: three fp32 rows of 8192 of x and dy
 _LARGE_SHARED = ("sm_80", *_LARGEST_SHARED)  # 128 KiB: two
 
+_FP32 = 4  # bytes
 _DYNAMIC = ("n_rows", "x_block", "x_block_stride", "dy_block", "dy_block_stride")
 
 
@@ -63,6 +65,16 @@ def _fixed_fused(sizes: Mapping[str, Any], identity: DeviceIdentity) -> dict[str
 def _admits_fused(sizes: Mapping[str, Any], launch: Mapping[str, int]) -> bool:
     """Let through 8 to 32 elements a thread: four fp32 values of each are alive."""
     return 8 <= sizes["COLS"] * sizes["LEAVES"] // (32 * launch["num_warps"]) <= 32
+
+
+def _needs_fused(sizes: Mapping[str, Any], launch: Mapping[str, int]) -> Needs:
+    """Return four fp32 values of each element, and the rows of x and dy that wait in shared memory.
+
+    Rows are copied ahead 4 bytes or more at a time, so of narrower elements only aligned ones: those always fit.
+    """
+    elements = sizes["COLS"] * sizes["LEAVES"]
+    waiting = sum(width for width in (sizes["x_ptr"], sizes["dy_ptr"]) if width == _FP32)
+    return Needs(registers=4 * elements, shared_bytes=(launch["STAGES"] - 1) * elements * waiting)
 
 
 def _fixed_leaves(sizes: Mapping[str, Any], identity: DeviceIdentity) -> dict[str, int]:
@@ -114,6 +126,8 @@ def _present(chain, leaf, n_rows):
     # warps as forward; stages say when rows are loaded, not when they are added
     neutral={"STAGES": (1, 2, 3, 4), "num_warps": (4, 8, 16)},
     admits=_admits_fused,
+    needs=_needs_fused,
+    on={"hip": {"STAGES": (1,)}},  # the same binary whatever the stages
 )
 @triton.jit(do_not_specialize=list(_DYNAMIC))
 def _rms_norm_bwd_kernel(

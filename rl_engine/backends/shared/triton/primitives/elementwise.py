@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 # Which thread computes an element changes no sum: there is none.
 NEUTRAL = {"BLOCK": (512, 1024, 2048, 4096), "num_warps": (4, 8)}
+# AMD's compiler limits registers so that so many waves fit a SIMD; 0 leaves that to its heuristics
+ON = {"hip": {"waves_per_eu": (0, 2, 4)}}
 
 
 @triton.jit
