@@ -113,6 +113,12 @@ def test_what_a_class_says_of_itself() -> None:
     assert found.code == ()  # no addition reads a product: nothing was disassembled
 
 
+@pytest.mark.parametrize(("precision", "said"), [("tf32x3", "tf32x3, 64 at a time"), ("tf32", "tf32, onto")])
+def test_the_precision_of_a_dot_is_part_of_it(precision: str, said: str) -> None:
+    found = bit_class(compiled(toys.gemm_kernel, TARGETS["sm_90"], {"PRECISION": precision}))
+    assert [line for line in found.structure if line.startswith(f"dot of f32 and f32 into f32, {said}")]
+
+
 def test_the_cheap_half_of_a_digest_needs_no_disassembly(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = compiled(toys.elementwise_kernel, TARGETS["sm_90"], {})
     whole = bit_class(kernel).digest

@@ -1,7 +1,8 @@
 """The one file that touches Triton below its public surface: compiling, binary identity, version facts, source.
 
 Supported: Triton 3.6 to 3.9. What is used beyond ``kernel[grid](...)``: ``JITFunction.warmup`` returns the compiled
-kernel, whose ``asm``, ``metadata`` and ``run`` (reading it loads the module) exist in all four;
+kernel, whose ``asm``, ``metadata`` and ``run`` (reading it loads the module) exist in all four, as do the paths of
+ptxas and nvdisasm in ``triton.knobs``; ``bits_*.py`` read the text in ``asm``;
 ``libtriton.get_cache_invalidating_env_vars`` lists the environment that changes code.
 """
 
