@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 Source = Literal["tuned", "disk", "shared", "memory", "fixed"]
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 60.0
 _Result = TypeVar("_Result")
-_Name = TypeVar("_Name")
 logger = logging.getLogger("rl_engine")
 
 
@@ -170,7 +169,7 @@ class PersistentAutotuner:
             with self._lock:  # in one step: a thread that saw neither would measure the key again
                 self._book.in_flight.pop(key.digest, None)
                 if selection is not None and selection.settled:
-                    _keep(self._book.selections, (key.digest, mode), (key.kernel, selection))
+                    events.keep(self._book.selections, (key.digest, mode), (key.kernel, selection))
                     self._book.postponed.pop(key.digest, None)
         return selection
 
@@ -178,7 +177,7 @@ class PersistentAutotuner:
         """Remember that ``key`` was met where nothing may be measured (a capture)."""
         with self._lock:
             new = key not in self._book.missed
-            _keep(self._book.missed, key, None)
+            events.keep(self._book.missed, key, None)
         if new:
             self._emit("missed", key, reason="met under capture; the fixed launch was used")
 
@@ -234,10 +233,7 @@ class PersistentAutotuner:
         if verdict is Canary.NOT_NOW:
             return self._postpone(request, "the record cannot be compared now")
         if verdict is Canary.OTHER_CLASS:
-            reason = (
-                f"the record {request.key.digest} ({source}) is not used: the fixed launch is in another bit class now"
-            )
-            self._log.warn_once(request.key.kernel, reason, topic=f"bad record ({source})")
+            self._refuse(request, source, "the fixed launch is in another bit class now")
             return None
         if verdict is Canary.DIFFERENT:
             self._guarded(lambda store: store.quarantine(request.key.digest, text))
@@ -261,11 +257,15 @@ class PersistentAutotuner:
                 record = TuningRecord.from_json(text)
                 record.check(request.key, request.candidates)
             except InvalidRecordError as error:
-                reason = f"the record {digest} ({source}) is not used: {error}"
-                self._log.warn_once(request.key.kernel, reason, topic=f"bad record ({source})")  # a cache may hold many
+                self._refuse(request, source, error)
                 continue
             return record, text, source
         return None
+
+    def _refuse(self, request: _Request, source: Source, problem: object) -> None:
+        """Warn of a record that is not used, once a place: a cache may hold many."""
+        reason = f"the record {request.key.digest} ({source}) is not used: {problem}"
+        self._log.warn_once(request.key.kernel, reason, topic=f"bad record ({source})")
 
     def _measure(self, request: _Request) -> Selection:
         from_s = self._clock()
@@ -338,13 +338,6 @@ class PersistentAutotuner:
 
     def _emit(self, kind: EventKind, key: TuningKey, *, winner: str = "", reason: str = "", seconds: float = 0) -> None:
         self._log.emit(TuningEvent(kind, key.kernel, key.digest, winner, reason, seconds))
-
-
-def _keep(table: dict[_Name, _Result], name: _Name, value: _Result) -> None:
-    """Enter ``value``, and drop the oldest of more than `events.KEPT`: it is looked up again."""
-    table[name] = value
-    if len(table) > events.KEPT:
-        del table[next(iter(table))]
 
 
 _process: PersistentAutotuner | None = None

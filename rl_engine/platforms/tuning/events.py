@@ -7,7 +7,7 @@ import os
 import threading
 from collections import Counter, deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,6 +26,15 @@ EventKind = Literal[
     "dispatch",  # an operator was chosen (audit mode)
 ]
 KEPT = 10_000  # events kept for report(); counts go on beyond
+_Name = TypeVar("_Name")
+_Entry = TypeVar("_Entry")
+
+
+def keep(table: dict[_Name, _Entry], name: _Name, value: _Entry) -> None:
+    """Enter ``value``, and drop the oldest of more than `KEPT`: it is looked up again."""
+    table[name] = value
+    if len(table) > KEPT:
+        del table[next(iter(table))]
 
 
 @dataclass(frozen=True)
