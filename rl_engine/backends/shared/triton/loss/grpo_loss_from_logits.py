@@ -204,11 +204,11 @@ def grpo_loss_from_logits(
         surrogate: see there.
         dual_clip: see there.
         normalizer: see there.
-        overwrite_logits: where autograd needs a gradient, the forward puts it in the logits' place (one that does not
-            fit there, GSPO's, a leaf's, or inside ``torch.compile``, gets memory of its own): 4 bytes moved a bf16
-            logit instead of 6, and no tensor of their size. The bits are the same for an incoming gradient of 1, the
-            usual, and of any positive power of 2; another one rounds a second time, and a second backward raises RuntimeError,
-            as for any tensor written in place.
+        overwrite_logits: where autograd needs a gradient, the forward puts it in the logits' place: 4 bytes moved a
+            bf16 logit instead of 6, and no tensor of their size. GSPO's, a leaf's, or one inside ``torch.compile`` gets
+            memory of its own. The bits are the same for an incoming gradient of 1, the usual, and of any positive power
+            of 2; another one rounds a second time. A second backward raises RuntimeError, as for any tensor that was
+            written in place.
         validate: raise for ids out of range, at the price of waiting for the device.
 
     Returns:
