@@ -6,6 +6,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,3 +29,12 @@ class _SkippedModule(pytest.Module):
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
     """Skip a module before it is imported, where it cannot compile."""
     return _SkippedModule.from_parent(parent, path=module_path) if _reason_to_skip(module_path) else None
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Return a card that is not there, on which the kernel of `tests.support.plan_toys` is launched."""
+    from tests.support.plan_toys import toy_card  # imports the package
+
+    with toy_card(monkeypatch) as made:
+        yield made

@@ -74,7 +74,7 @@ def test_b84_a_launcher_that_always_takes_the_first_candidate_is_noticed(
     store: FileStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check = test_adapter_launch.test_b22_every_launch_after_the_choice_carries_exactly_the_winners_options
-    monkeypatch.setattr(KernelLauncher, "_choose", lambda *_args: {"BLOCK": 1024, "num_warps": 4})
+    monkeypatch.setattr(KernelLauncher, "_choose", lambda *_args: ({"BLOCK": 1024, "num_warps": 4}, True))
     with pytest.raises(AssertionError, match=r"launch 1\b"):
         check(store, monkeypatch)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,17 +65,22 @@ class Launch:
 def recorded() -> Iterator[list[Launch]]:
     """Write down every launch made inside the block; the kernels run as ever."""
     launches: list[Launch] = []
-    launch = KernelLauncher._launch
+    launcher = KernelLauncher.__getitem__
 
-    def noted(self: KernelLauncher, grid: Any, *args: Any, **kwargs: Any) -> None:
-        launches.append(Launch(self, grid, args, kwargs))
-        launch(self, grid, *args, **kwargs)
+    def noted(self: KernelLauncher, grid: Any) -> Callable[..., None]:
+        launch = launcher(self, grid)
 
-    KernelLauncher._launch = noted  # type: ignore[method-assign]  # put back below
+        def call(*args: Any, **kwargs: Any) -> None:
+            launches.append(Launch(self, grid, args, kwargs))
+            launch(*args, **kwargs)
+
+        return call
+
+    KernelLauncher.__getitem__ = noted  # type: ignore[method-assign]  # put back below
     try:
         yield launches
     finally:
-        KernelLauncher._launch = launch  # type: ignore[method-assign]  # as it was
+        KernelLauncher.__getitem__ = launcher  # type: ignore[method-assign]  # as it was
 
 
 def library_kernels() -> dict[str, KernelLauncher]:

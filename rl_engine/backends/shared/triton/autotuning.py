@@ -1,7 +1,8 @@
 """TunableKernel: the decorator above ``@triton.jit`` through which every launch of this library goes.
 
 Off, a launch is Triton's own with the kernel's fixed options. On, the first launch of a signature asks the
-`PersistentAutotuner`; later ones look their options up in a table here and never call it.
+`PersistentAutotuner`; later ones find their options, and a plan to launch them below Triton, in a table here and never
+call it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from rl_engine.backends.shared.triton.candidates import Admits, Axes, FixedRule,
 from rl_engine.backends.shared.triton.descriptors import Blocks, describe
 from rl_engine.backends.shared.triton.distinct import Failures, LaunchSite
 from rl_engine.backends.shared.triton.launch_trial import LaunchTrial
+from rl_engine.backends.shared.triton.plan import LaunchPlan, Plans, Settled
 from rl_engine.backends.shared.triton.qualification import BoundLaunch
 from rl_engine.backends.shared.triton.signature import generate
 from rl_engine.platforms import device
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["KernelLauncher", "TunableKernel", "kernels", "pin_autotune", "pinned_backward"]
 
 _LAUNCH_OPTIONS = frozenset({"num_warps", "num_stages", "num_ctas", "maxnreg", "waves_per_eu"})
+_FIXED_LAUNCHES = 4096  # of a kernel, kept by their exact sizes; a run whose lengths never repeat must not fill memory
 _Backward = TypeVar("_Backward", bound=Callable[..., Any])
 _kernels: dict[str, KernelLauncher] = {}
 # Triton's interpreter patches `triton.language` for the whole process: 34 of 160 launches from four threads failed.
@@ -121,10 +124,14 @@ class KernelLauncher:
             tuned=self._tuned,
             dynamic=declaration.dynamic,
             device=(*declaration.outputs, *declaration.inout)[0],
+            inout=declaration.inout,
         )
-        self._settled: dict[tuple[Any, ...], Mapping[str, int]] = {}
+        self._settled: dict[tuple[Any, ...], Settled] = {}
+        self._fixed: dict[tuple[Any, ...], Mapping[str, int]] = {}
+        self._plans = Plans(jitted, self.__name__, self._signature)
         self._interpreted = compiler.interpreted(jitted)
         self._failures = Failures()
+        self._launch = self._launcher(self._settled)
         _kernels[self.__name__] = self
 
     def __getattr__(self, name: str) -> Any:
@@ -149,6 +156,8 @@ class KernelLauncher:
     def forget(self) -> None:
         """Ask the autotuner again at the next launch of every signature."""
         self._settled.clear()
+        self._fixed.clear()
+        self._plans.forget()
 
     def candidates(self, values: Mapping[str, Any], identity: DeviceIdentity) -> tuple[Candidate, ...]:
         """Return the launches for these arguments, tensors and scalars by name, the fixed one first."""
@@ -157,29 +166,61 @@ class KernelLauncher:
         widths = {name: tensor.element_size() for name, tensor in tensors.items()}
         return derive(self.declaration, sizes, widths, identity)
 
-    def _launch(self, grid: Any, *args: Any, **kwargs: Any) -> None:
-        policy = launch_policy()
-        if policy.mode == "off" or not self._explicit.isdisjoint(kwargs):
-            return self._run_fixed(grid, args, kwargs)
-        options = self._settled.get(self._signature.key(policy.mode, policy.phase, *args, **kwargs))
-        if options is None:
-            options = self._choose(policy, grid, args, kwargs)
-        return self._run(grid, args, {**kwargs, **options})
+    def _launcher(self, settled: Any, ordinary: Callable[..., None] | None = None) -> Callable[..., None]:
+        """Return the generated launch over a table; ``ordinary`` is called for what has no plan there."""
+        return self._signature.launcher(
+            policy_in_force=launch_policy, fixed=self._fixed, settled=settled, owner=self, off=self._launch_fixed,
+            on=ordinary or self._launch_tuned, elsewhere=_elsewhere, bump=_bump_versions,
+        )  # fmt: skip
 
-    def _run_fixed(self, grid: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _launch_fixed(self, grid: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Launch with the fixed options, or with those that the caller gave, on the tensors' own device."""
         given = {name: value for name, value in kwargs.items() if name not in self._explicit}
-        sizes = self._signature.sizes(*args, **given)
-        identity = device.for_launch(self._signature.index(*args, **given))
-        return self._run(grid, args, {**self.declaration.fixed(sizes, identity), **kwargs})
+        exact = self._signature.exact(*args, **given)
+        index = exact[0]
+        if _elsewhere(index):
+            with torch.cuda.device(index):
+                return self._launch_fixed(grid, args, kwargs)
+        identity = device.for_launch(index)
+        options = self.declaration.fixed(self._signature.sizes(*args, **given), identity)
+        if index >= 0 and identity is not device.UNKNOWN:
+            if len(self._fixed) >= _FIXED_LAUNCHES:
+                self._fixed.clear()
+            self._fixed[exact] = options
+        self._run(grid, args, {**options, **kwargs})
+        return None
 
-    def _run(self, grid: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _launch_tuned(
+        self, policy: LaunchPolicy, known: Settled | None, grid: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Launch through Triton, with ``known`` options, or with those that the autotuner names."""
+        if not self._explicit.isdisjoint(kwargs):
+            return self._launch_fixed(grid, args, kwargs)
+        index = self._signature.index(*args, **kwargs)
+        if _elsewhere(index):
+            with torch.cuda.device(index):
+                return self._launch(grid, *args, **kwargs)
+        if known is not None:
+            self._run(grid, args, {**kwargs, **known.options})
+            return None
+        options, lasting = self._choose(policy, grid, args, kwargs)
+        compiled = self._run(grid, args, {**kwargs, **options})
+        if lasting:
+            plan = self._plan(compiled, options, grid, self._signature.values(*args, **kwargs), index)
+            self._settled[self._signature.key(policy.mode, policy.phase, *args, **kwargs)] = Settled(options, plan)
+        return None
+
+    def _run(self, grid: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Launch through Triton and return the compiled kernel, None where it was interpreted."""
         if not self._interpreted:
             positional, named = self._described(args, kwargs)
-            self.fn[grid](*positional, **named, **compiler.FIXED_OPTIONS)
+            compiled = self.fn[grid](*positional, **named, **compiler.FIXED_OPTIONS)
         else:
+            compiled = None
             self._interpret(grid, args, kwargs)
         if self.declaration.inout:
-            self._bump_versions(dict(zip(self.fn.arg_names, args, strict=False)) | dict(kwargs))
+            _bump_versions(self._signature.written(*args, **kwargs))
+        return compiled
 
     def _described(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         """Return the arguments as the kernel takes them: those that it wants as tensor descriptors made into such."""
@@ -188,10 +229,22 @@ class KernelLauncher:
             return args, kwargs
         return (), describe({**dict(zip(self.fn.arg_names, args, strict=False)), **kwargs}, blocks)
 
-    def _bump_versions(self, values: Mapping[str, Any]) -> None:
-        """Tell autograd of tensors written in place: a raw write does not, and would corrupt other nodes silently."""
-        written = [values[name] for name in self.declaration.inout if values[name] is not None]
-        torch.autograd.graph.increment_version([tensor for tensor in written if not tensor.is_inference()])
+    def _plan(
+        self, compiled: Any, options: Mapping[str, int], grid: Any, values: Mapping[str, Any], index: int
+    ) -> LaunchPlan | None:
+        """Return the plan of a launch that gave ``compiled``, where there can be one."""
+        if compiled is None:
+            return None
+        launch = self._bound(grid, values, options)
+
+        def replay(plan: LaunchPlan, values: Mapping[str, Any]) -> bool:
+            declined: list[Any] = []
+            frozen = self._launcher(_Always(Settled(options, plan)), lambda *asked: declined.append(asked))
+            with pinned(LaunchPolicy("on")):
+                frozen(grid, **values)
+            return not declined
+
+        return self._plans.make(compiled, options, launch, replay, index)
 
     def _interpret(self, grid: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         for value in (*args, *kwargs.values()):
@@ -208,28 +261,24 @@ class KernelLauncher:
 
     def _choose(
         self, policy: LaunchPolicy, grid: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Mapping[str, int]:
-        """Ask the autotuner for the options of a signature met for the first time, and remember a settled answer."""
-        signature = self._signature.key(policy.mode, policy.phase, *args, **kwargs)
+    ) -> tuple[Mapping[str, int], bool]:
+        """Return the options that the autotuner names for a signature met first; False where they may still change."""
         values = self._signature.values(*args, **kwargs)
-        index = signature[2]
+        index = self._signature.index(*args, **kwargs)
         try:
             identity = device.identify(index)
             parts = {**self._static_parts(index), **self._signature.parts(values), "phase": policy.phase}
         except (RuntimeError, AssertionError, OSError) as error:
             events.log().warn_once(self.__name__, f"{self.__name__} runs fixed: the device cannot be told ({error})")
-            return self.declaration.fixed(self._signature.sizes(*args, **kwargs), device.UNKNOWN)
+            return self.declaration.fixed(self._signature.sizes(*args, **kwargs), device.UNKNOWN), False
         candidates = self.candidates(values, identity)
         key = TuningKey.of(self.__name__, {**parts, "kernel.candidates": candidates_digest(candidates)})
         if _in_child_of_cuda_process or (index >= 0 and torch.cuda.is_current_stream_capturing()):
             process_autotuner().miss(key)
-            return dict(candidates[0].options)
+            return dict(candidates[0].options), False
         site = LaunchSite(self.fn, grid, values, index, key.static_digest, self._failures, self.declaration.descriptors)
         selection = self._select(key, candidates, site, policy)
-        options = dict(selection.winner.options)
-        if selection.settled:
-            self._settled[signature] = options
-        return options
+        return dict(selection.winner.options), selection.settled
 
     def _select(
         self, key: TuningKey, candidates: tuple[Candidate, ...], site: LaunchSite, policy: LaunchPolicy
@@ -250,9 +299,11 @@ class KernelLauncher:
             events.logger.debug("the tuner failed", exc_info=True)
             return Selection(candidates[0], "fixed", reason)
 
-    def _bound(self, grid: Any, values: Mapping[str, Any]) -> BoundLaunch:
+    def _bound(self, grid: Any, values: Mapping[str, Any], options: Mapping[str, int] | None = None) -> BoundLaunch:
+        """Return the launch as the byte gate takes it; with ``options`` whatever the candidate is."""
+
         def run(values: Mapping[str, Any], candidate: Candidate) -> None:
-            self._run(grid, (), {**values, **dict(candidate.options)})
+            self._run(grid, (), {**values, **(dict(candidate.options) if options is None else options)})
 
         declaration = self.declaration
         return BoundLaunch(run, values, declaration.outputs, declaration.inout, declaration.data)
@@ -265,6 +316,28 @@ class KernelLauncher:
             **compiler.compiler_parts(device.identify(index).arch),
             "kernel.source": compiler.source_digest(self.fn),
         }
+
+
+@dataclass(frozen=True)
+class _Always:
+    """A table that has one answer to every key."""
+
+    settled: Settled
+
+    def get(self, _key: tuple[Any, ...]) -> Settled:
+        """Return it."""
+        return self.settled
+
+
+def _elsewhere(index: int) -> bool:
+    """Return whether ``index`` is an accelerator other than the current one: Triton would launch on that one."""
+    return index >= 0 and not _in_child_of_cuda_process and index != torch.cuda.current_device()
+
+
+def _bump_versions(tensors: tuple[torch.Tensor | None, ...]) -> None:
+    """Tell autograd of tensors written in place: a raw write does not, and would corrupt other nodes silently."""
+    written = [tensor for tensor in tensors if tensor is not None and not tensor.is_inference()]
+    torch.autograd.graph.increment_version(written)
 
 
 def pin_autotune(ctx: Any) -> None:
