@@ -20,7 +20,7 @@ def test_a_plan_starts_what_tritons_own_launch_would(card: FakeCard) -> None:
     assert (first.by_address, again.by_address) == (False, True)
     named = dict(zip(shifted_kernel.arg_names, again.args, strict=True))
     assert named == {
-        **BASE, "x_ptr": BASE["x_ptr"].data_ptr(), "y_ptr": BASE["y_ptr"].data_ptr(), "BLOCK": 64,
+        **BASE, "x_ptr": BASE["x_ptr"].data_ptr(), "extra_ptr": 0, "y_ptr": BASE["y_ptr"].data_ptr(), "BLOCK": 64,
     }  # fmt: skip
     ordinary = dict(zip(shifted_kernel.arg_names, first.args, strict=True))
     assert ordinary["x_ptr"] is BASE["x_ptr"]

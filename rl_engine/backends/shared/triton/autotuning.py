@@ -169,8 +169,8 @@ class KernelLauncher:
     def _launcher(self, settled: Any, ordinary: Callable[..., None] | None = None) -> Callable[..., None]:
         """Return the generated launch over a table; ``ordinary`` is called for what has no plan there."""
         return self._signature.launcher(
-            policy_in_force=launch_policy, fixed=self._fixed, settled=settled, owner=self, off=self._launch_fixed,
-            on=ordinary or self._launch_tuned, elsewhere=_elsewhere, bump=_bump_versions,
+            policy_in_force=launch_policy, fixed=self._fixed, settled=settled, jitted=self.fn, off=self._launch_fixed,
+            on=ordinary or self._launch_tuned, cuda=torch.cuda, bump=_bump_versions,
         )  # fmt: skip
 
     def _launch_fixed(self, grid: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -186,7 +186,7 @@ class KernelLauncher:
         if index >= 0 and identity is not device.UNKNOWN:
             if len(self._fixed) >= _FIXED_LAUNCHES:
                 self._fixed.clear()
-            self._fixed[exact] = options
+            self._fixed[exact] = {**options, **compiler.FIXED_OPTIONS}
         self._run(grid, args, {**options, **kwargs})
         return None
 

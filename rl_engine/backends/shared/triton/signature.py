@@ -72,10 +72,9 @@ class Signature:
 
         Args:
             parts: what it is made of. ``policy_in_force``: () -> LaunchPolicy; ``fixed``: exact -> options;
-                ``settled``: key -> something with ``plan``; ``owner``: whose ``_run(grid, args, kwargs)`` launches
-                through Triton; ``off``: (grid, args, kwargs) and ``on``: (policy, settled, grid, args, kwargs), for
-                what the tables do not hold; ``elsewhere``: device index -> whether another device is current; ``bump``:
-                called with the tensors written in place.
+                ``settled``: key -> something with ``plan``; ``jitted``: Triton's own launch; ``off``: (grid, args,
+                kwargs) and ``on``: (policy, settled, grid, args, kwargs), for what the tables do not hold;
+                ``cuda``: its ``current_device()`` is asked; ``bump``: called with the tensors written in place.
         """
         named = {f"_{name}": one for name, one in parts.items()}
         launch: Callable[..., None] = _made(self._launch_source, {**self._defaults, **named})["launch"]
@@ -102,16 +101,17 @@ def generate(
     text = _Text(
         accepted,
         "\n".join(f"    {_address(name)} = {_asked(name, device)}" for name in pointers),
-        ", ".join([f"{device}.get_device()", *(name for name in names if name not in pointers)]),
-        ", ".join([f"{device}.get_device()", *_terms(pointers, dynamic, static, constants)]),
+        ", ".join(name for name in names if name not in pointers),
+        ", ".join(_terms(pointers, dynamic, static, constants, device)),
         device,
     )
     source = (
-        f"def key(_mode, _phase, {accepted}):\n{text.addresses}\n    return (_mode, _phase, {text.terms},)\n"
+        f"def key(_mode, _phase, {accepted}):\n    _index = {device}.get_device()\n{text.addresses}\n"
+        f"    return (_mode, _phase, _index, {text.terms})\n"
         f"def index({accepted}): return {device}.get_device()\n"
         f"def sizes({accepted}): return {_mapping(name for name in names if name not in pointers)}\n"
         f"def values({accepted}): return {_mapping(names)}\n"
-        f"def exact({accepted}): return ({text.exact},)\n"
+        f"def exact({accepted}): return ({device}.get_device(), {text.exact})\n"
         f"def written({accepted}, **_options): return ({_listed(inout)})\n"
     )
     made = _made(source, defaults)
@@ -125,7 +125,7 @@ def generate(
 
 @dataclass(frozen=True)
 class _Text:
-    """Pieces of generated code that several functions share."""
+    """Pieces of generated code that several functions share; a pointer's address is 0 where there is none."""
 
     accepted: str
     addresses: str
@@ -139,17 +139,21 @@ class _Text:
         """Return the text of a kernel's launch; `Signature.launcher` says what the names in it stand for."""
         args = f"({_listed(positional)})"
         keywords = "".join(f"{name!r}: {name}, " for name in names if name not in positional and name not in tuned)
+        constants = "".join(f"{name}={name}, " for name in names if name not in positional and name not in tuned)
         passed = ", ".join(_address(name) if name.endswith("_ptr") else name for name in names)
         return f"""
 def launch(_grid, {self.accepted}, **_more):
     _policy = _policy_in_force()
+    _index = {self.device}.get_device()
     if _policy.mode == "off":
-        _options = None if _more else _fixed.get(({self.exact},))
-        if _options is None or _elsewhere({self.device}.get_device()):
+        _options = None if _more else _fixed.get((_index, {self.exact}))
+        if _options is None or _index != _cuda.current_device():
             return _off(_grid, {args}, {{{keywords}**_more}})
-        return _owner._run(_grid, {args}, {{{keywords}**_options}})
+        _jitted[_grid]({_listed(positional)}{constants}**_options)
+{f"        _bump(({_listed(inout)}))" if inout else ""}
+        return
 {self.addresses}
-    _found = None if _more else _settled.get((_policy.mode, _policy.phase, {self.terms},))
+    _found = None if _more else _settled.get((_policy.mode, _policy.phase, _index, {self.terms}))
     _plan = None if _found is None else _found.plan
     if _plan is None or not _plan.holds():
         return _on(_policy, _found, _grid, {args}, {{{keywords}**_more}})
@@ -158,34 +162,41 @@ def launch(_grid, {self.accepted}, **_more):
     _axes = len(_size)
     _plan.call(
         _size[0], _size[1] if _axes > 1 else 1, _size[2] if _axes > 2 else 1,
-        _plan.stream(_plan.index), *_plan.head, {passed},
+        _plan.stream(_index), *_plan.head, {passed},
     )
 {f"    _bump(({_listed(inout)}))" if inout else ""}
 """
 
 
 def _terms(
-    pointers: tuple[str, ...], dynamic: tuple[str, ...], static: tuple[str, ...], constants: frozenset[str]
+    pointers: tuple[str, ...], dynamic: tuple[str, ...], static: tuple[str, ...], constants: frozenset[str], device: str
 ) -> list[str]:
     """Return what a key holds of the arguments: everything that Triton specialises on, and the values it is tuned for.
 
+    Few terms, for each is hashed at every launch: the commonest case of an argument is one number, any other a tuple.
+    All pointers have to lie on one device: a plan hands on addresses, which nobody below it checks.
     Classes stand beside values, since 1, 1.0 and True are equal; a constant float is taken by its digits, since 0.0 and
     -0.0 are equal and NaN is not equal to itself.
     """
-    terms: list[str] = []
-    for name in pointers:
-        terms.append(f"None if {name} is None else {name}.dtype")
-        terms.append(f"None if {name} is None else {name}.get_device()")
-        terms.append(f"{name} is None or not {_address(name)} & 15")
+    addresses = [_address(name) for name in pointers]
+    terms = [f"None if {name} is None else {name}.dtype" for name in pointers]
+    others = [f"({name} is None or {name}.get_device() == _index)" for name in pointers if name != device]
+    terms.append(" and ".join(others) or "True")
+    terms.append(f"0 if not ({' | '.join(addresses)}) & 15 else ({', '.join(f'{one} & 15 > 0' for one in addresses)},)")
     for name in dynamic:
-        terms.append(f"({name} - 1).bit_length() if {name} > 0 else -1")
-        plain = f"{name}.__class__ is int and {_LOW} <= {name} <= {_WIDE}"
-        terms.append(f"0 if {plain} else ({name}.__class__, {name} > {_WIDEST})")
+        plain = f"{name}.__class__ is int and 0 < {name} <= {_WIDE}"
+        terms.append(f"({name} - 1).bit_length() if {plain} else _unusual({name})")
     for name in static:
-        of_float = f"{name}.hex()" if name in constants else "None"
-        terms.append(f"{name}.__class__")
-        terms.append(f"{of_float} if {name}.__class__ is float else {name}")
+        digits = f"{name}.hex()" if name in constants else "None"
+        value = f"({name}.__class__, {digits} if {name}.__class__ is float else {name})"
+        terms.append(f"{name} if {name}.__class__ is int else {value}")
     return terms
+
+
+def _unusual(length: Any) -> tuple[Any, ...]:
+    """Return what a key holds of a length that is none of 32 bits: its class, its bucket, and how wide it is."""
+    bits = -1 if length <= 0 else (length - 1).bit_length()
+    return type(length), bits, length < _LOW, length > _WIDE, length > _WIDEST
 
 
 def _leading(
@@ -202,7 +213,7 @@ def _address(name: str) -> str:
 
 
 def _asked(name: str, device: str) -> str:
-    return f"{name}.data_ptr()" if name == device else f"None if {name} is None else {name}.data_ptr()"
+    return f"{name}.data_ptr()" if name == device else f"0 if {name} is None else {name}.data_ptr()"
 
 
 def _listed(names: tuple[str, ...]) -> str:
@@ -214,7 +225,7 @@ def _mapping(names: Any) -> str:
 
 
 def _made(source: str, names: Mapping[str, Any]) -> dict[str, Any]:
-    made: dict[str, Any] = dict(names)
+    made: dict[str, Any] = {**names, "_unusual": _unusual}
     exec(compile(source, "<launch of a kernel>", "exec"), made)  # noqa: S102  # names from a signature
     return made
 
