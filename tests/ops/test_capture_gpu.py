@@ -18,7 +18,7 @@ from rl_engine.platforms.tuning.store import MemoryStore
 from rl_engine.runtime.policy import autotune
 from tests.support.ops_inputs import Outcome, Sample, assert_same, assert_same_bytes, flat, samples, triton_op
 from tests.support.ops_launches import forget, new_process
-from tests.support.ops_toys import Stopwatch, add_one
+from tests.support.ops_toys import Stopwatch, add_one, add_one_kernel
 
 pytestmark = pytest.mark.gpu
 
@@ -134,7 +134,8 @@ def test_b02_a_settled_key_is_captured_with_its_winner_and_outlives_the_tuner(
         store.calls.clear()
         watch = Watch(monkeypatch)
         graph, y = _captured(lambda: add_one(x))
-        assert (watch.trials, store.calls, watch.blocks) == (0, [], [256])
+        assert (watch.trials, store.calls, watch.blocks) == (0, [], [])  # its plan launched it
+        assert [one.plan.tuned for one in add_one_kernel._settled.values()] == [(256,)]
         assert tuner.report().missed == ()
     forget()
     gc.collect()
