@@ -35,11 +35,12 @@ def environment(index: int, command: str) -> dict[str, Any]:
         "driver": machine_parts(index, "model")["runtime.driver"],
         "toolkit": machine_parts(index, "model")["runtime.toolkit"],
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {name: version(name) for name in _PACKAGES},
     }
 
 
-def _version(package: str) -> str:
+def version(package: str) -> str:
+    """Return the version of an installed package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -65,6 +65,7 @@ class _Driver:
 
 
 def _us(call: Any) -> float:
+    call()  # compiles
     return min(timeit.repeat(call, timer=time.process_time, number=_CALLS, repeat=_ROUNDS)) / _CALLS * 1e6
 
 

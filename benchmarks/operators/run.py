@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib.metadata
 import json
 import sys
 import textwrap
@@ -262,20 +261,13 @@ def main() -> int:
     warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled")  # Inductor's, of every large vocabulary
     options.out.mkdir(parents=True, exist_ok=True)
     environment = provenance.environment(torch.cuda.current_device(), COMMAND)
-    environment["packages"] |= {name: _version(name) for name in ("liger-kernel", "transformers")}
+    environment["packages"] |= {name: provenance.version(name) for name in ("liger-kernel", "transformers")}
     (options.out / ENVIRONMENT_FILE).write_text(json.dumps(environment, indent=1) + "\n")
     with side_stream(), autotune("off"):
         results = run(options)
     counts = f"{len(results.rows)} rows, {len(results.skipped)} skipped, {len(results.failed)} failed"
     print(f"{counts}, in {time.monotonic() - options.began_s:.0f} s", flush=True)
     return 1 if results.failed else 0
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 if __name__ == "__main__":

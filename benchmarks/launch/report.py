@@ -1,0 +1,190 @@
+"""Turn a run of the launch benchmark into what `reports/experiments/h200_launch` holds.
+
+    python -m benchmarks.launch.run --out runs/launch
+    python -m benchmarks.launch.report --runs runs/launch --out reports/experiments/h200_launch
+
+README.md, summary.json, environment.json and the figure are written from the run; nothing in them is written by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import io
+import json
+import textwrap
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.launch.rows import PATHS, RESULTS_FILE, Results
+from benchmarks.training.history import replace_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+COMMAND = textwrap.dedent((__doc__ or "").split("\n\n")[1])
+ENVIRONMENT_FILE = "environment.json"
+PLAN_SHARES = {4: 0.55, 10: 0.5, 20: 0.5}  # of Triton's own launch, by arguments
+OFF_US = 1.0  # above Triton's own launch
+LIGER_TIMES = 5.0
+STEP_SHARE = 0.85  # of a step with tuning off
+_COLOURS = {"triton": "#7a7a7a", "autotune": "#b03a3a", "adapter_off": "#d98b1f", "plan": "#1f77b4"}
+
+_LIMITS = """
+## How to read it
+
+- Host time: what a call takes before it returns, in loops that never wait for the card; medians of loops in turns.
+- `triton` is `kernel[grid](...)` with the same options, `autotune` the hot path of `@triton.autotune` with one
+  configuration, `adapter_off` this library's launch with tuning off, `plan` a hot launch with tuning on.
+- Operators at their declared case `small`; `fwd` without grad, `both` forward and backward.
+- Training: the preset `launch` of the main job, eager, in fresh processes; medians of GRPO steps.
+- One card, Triton as above. Plans under other versions of Triton, and with two cards, were not run here.
+"""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One target and what was measured; None where it was not."""
+
+    text: str
+    seen: float | None
+    bound: float
+
+    @property
+    def held(self) -> bool | None:
+        """Whether it holds."""
+        return None if self.seen is None else self.seen <= self.bound
+
+
+def claims(results: Results) -> Iterator[Claim]:
+    """Yield every target with what was measured."""
+    for count, share in PLAN_SHARES.items():
+        own = results.launch_us("triton", count)
+        yield Claim(
+            f"plan over Triton's own launch, {count} arguments", _over(results.launch_us("plan", count), own), share
+        )
+        off = results.launch_us("adapter_off", count)
+        above = None if off is None or own is None else off - own
+        yield Claim(f"µs that the adapter, off, adds at {count} arguments", above, OFF_US)
+    for operator in ("swiglu", "rms_norm"):
+        ours = results.operator_us(operator, "fwd", "plan")
+        for peer, bound in (("eager", 1.0), ("compile", 1.0), ("liger", 1 / LIGER_TIMES)):
+            text = f"{operator}, forward without grad, over {peer}"
+            yield Claim(text, _over(ours, results.operator_us(operator, "fwd", peer)), bound)
+    steps = {one.mode: one.step_ms for one in results.training}
+    yield Claim("training step with tuning on, over off", _over(steps.get("replay"), steps.get("off")), STEP_SHARE)
+
+
+def readme(results: Results, environment: Mapping[str, Any]) -> str:
+    """Return the report's text."""
+    found = list(claims(results))
+    held = sum(one.held is True for one in found)
+    digests = {one.digest for one in results.training}
+    same = "no training was run" if not digests else "equal" if len(digests) == 1 else "DIFFERENT"
+    parts = [
+        "# What launching costs the host on an H200: Triton's own way, and launch plans",
+        f"**Claim.** {held} of {len(found)} targets hold. Bytes of the training runs: {same}.",
+        f"```\n{COMMAND.strip()}\n```",
+        _machine(environment),
+        "## Targets\n\n" + _claim_table(found),
+        "## One launch, µs\n\n![Host time of a launch](launches.png)\n\n" + _launch_table(results),
+        "## One operator call, µs\n\n" + _operator_table(results),
+        "## One training step\n\n" + _training_table(results),
+        "## Faults\n\n" + "\n".join(f"- {one}" for one in results.faults) if results.faults else "",
+        _LIMITS.strip(),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _machine(environment: Mapping[str, Any]) -> str:
+    device, packages = environment["device"], environment["packages"]
+    return (
+        f"One {device['name']}, driver {environment['driver']}, Python {environment['python']}, torch "
+        f"{packages['torch']}, Triton {packages['triton']}, Liger {packages['liger-kernel']}.\n"
+        "[environment.json](environment.json) has a digest of the sources, [summary.json](summary.json) every number."
+    )
+
+
+def _over(one: float | None, other: float | None) -> float | None:
+    return None if one is None or other is None else one / other
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _claim_table(found: list[Claim]) -> str:
+    words = {True: "yes", False: "**no**", None: "not measured"}
+    rows = [f"| {one.text} | {_number(one.seen)} | {_number(one.bound)} | {words[one.held]} |" for one in found]
+    return "\n".join(["| what | measured | at most | holds |", "|---|---|---|---|", *rows])
+
+
+def _launch_table(results: Results) -> str:
+    lines = [f"| arguments | {' | '.join(PATHS)} |", "|---" * (len(PATHS) + 1) + "|"]
+    for count in PLAN_SHARES:
+        cells = [_number(results.launch_us(path, count)) for path in PATHS]
+        lines.append(f"| {count} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _operator_table(results: Results) -> str:
+    providers = list(dict.fromkeys(one.provider for one in results.operators))
+    calls = list(dict.fromkeys((one.operator, one.phase) for one in results.operators))
+    lines = [f"| operator | phase | {' | '.join(providers)} |", "|---" * (len(providers) + 2) + "|"]
+    for operator, phase in calls:
+        cells = [_number(results.operator_us(operator, phase, provider)) for provider in providers]
+        lines.append(f"| {operator} | {phase} | {' | '.join(cells)} |")
+    lines += [""] + [
+        f"- {one.operator} {one.phase} {one.provider}: {one.note}." for one in results.operators if one.note
+    ]
+    return "\n".join(lines).rstrip()
+
+
+def _training_table(results: Results) -> str:
+    rows = [f"| {one.mode} | {one.step_ms:.2f} | `{one.digest[:12]}` |" for one in results.training]
+    return "\n".join(["| tuning | ms a step | weights |", "|---|---|---|", *rows])
+
+
+def draw(results: Results, path: Path) -> None:
+    """Draw the host time of a launch by path and number of arguments, as a PNG."""
+    # Figure rather than pyplot: no window system is looked for
+    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(7, 3.5), layout="constrained")
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    for place, name in enumerate(PATHS):
+        seen = [(number, results.launch_us(name, count)) for number, count in enumerate(PLAN_SHARES)]
+        known = [(number + 0.2 * place - 0.3, us) for number, us in seen if us is not None]
+        bars = axes.bar([x for x, _us in known], [us for _x, us in known], 0.19, color=_COLOURS[name], label=name)
+        axes.bar_label(bars, fmt="%.1f", fontsize=8)
+    axes.set_xticks(range(len(PLAN_SHARES)), [f"{count} arguments" for count in PLAN_SHARES])
+    axes.set(ylabel="host time of a launch, µs")
+    axes.legend(frameon=False, ncols=len(PATHS), loc="upper left", fontsize=8)
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=150)
+    replace_bytes(path, image.getvalue())
+
+
+def write(runs: Path, out: Path) -> None:
+    """Write the report on ``runs`` into ``out``."""
+    results = Results.read(runs / RESULTS_FILE)
+    environment = json.loads((runs / ENVIRONMENT_FILE).read_bytes())
+    out.mkdir(parents=True, exist_ok=True)
+    claimed = [{**asdict(one), "held": one.held} for one in claims(results)]
+    for name, content in (("summary.json", {**asdict(results), "claims": claimed}), (ENVIRONMENT_FILE, environment)):
+        (out / name).write_text(json.dumps(content, indent=1) + "\n")
+    (out / "README.md").write_text(readme(results, environment))
+    draw(results, out / "launches.png")
+
+
+def main() -> None:
+    """Write README.md, summary.json, environment.json and the figure into the report's folder."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=Path, required=True, help="folder of benchmarks.launch.run")
+    parser.add_argument("--out", type=Path, required=True, help="the report's folder")
+    options = parser.parse_args()
+    write(options.runs, options.out)
+
+
+if __name__ == "__main__":
+    main()
