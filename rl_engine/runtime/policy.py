@@ -78,11 +78,14 @@ def autotune(mode: AutotuneMode) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def pinned(policy: LaunchPolicy) -> Iterator[None]:
+class pinned:  # noqa: N801  # used as a function is; every backward enters it, and a generator's costs more
     """Make ``policy`` the one in force inside the block."""
-    token = _ambient.set(policy)
-    try:
-        yield
-    finally:
-        _ambient.reset(token)
+
+    def __init__(self, policy: LaunchPolicy) -> None:
+        self._policy = policy
+
+    def __enter__(self) -> None:
+        self._token = _ambient.set(self._policy)
+
+    def __exit__(self, *_error: object) -> None:
+        _ambient.reset(self._token)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 SENTINEL = 0x5A  # of every byte of an integer
+_ALLOCATES_FOR_OTHERS = "rl_engine.backends.shared.triton.graph"  # its `empty_like`
 
 
 def poison_allocations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -19,9 +20,9 @@ def poison_allocations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def poisoning(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def allocated(*args: Any, **kwargs: Any) -> torch.Tensor:
             made = allocate(*args, **kwargs)
-            caller = sys._getframe(1).f_globals.get("__name__", "")
+            caller = _module(1)
             if caller.startswith("rl_engine."):
-                callers.append(caller)
+                callers.append(_module(2) if caller == _ALLOCATES_FOR_OTHERS else caller)
                 _fill(made)
             return made
 
@@ -30,6 +31,11 @@ def poison_allocations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch, "empty", poisoning(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poisoning(torch.empty_like))
     return callers
+
+
+def _module(depth: int) -> str:
+    """Return the name of the module ``depth`` calls above the caller."""
+    return str(sys._getframe(depth + 1).f_globals.get("__name__", ""))
 
 
 def _fill(tensor: torch.Tensor) -> None:

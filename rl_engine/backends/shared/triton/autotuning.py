@@ -35,6 +35,7 @@ from rl_engine.runtime.policy import LaunchPolicy, launch_policy, pinned
 
 if TYPE_CHECKING:
     from rl_engine.platforms.device import DeviceIdentity
+    from rl_engine.settings import AutotuneMode
 
 __all__ = ["KernelLauncher", "TunableKernel", "kernels", "pin_autotune", "pinned_backward"]
 
@@ -354,10 +355,15 @@ def pinned_backward(backward: _Backward) -> _Backward:
     @functools.wraps(backward)
     def run(ctx: Any, *gradients: Any) -> Any:
         policy = getattr(ctx, "rl_kernel_policy", None) or launch_policy()
-        with pinned(LaunchPolicy(policy.mode, "backward")):
+        with pinned(_backward_policy(policy.mode)):
             return backward(ctx, *gradients)
 
     return run  # type: ignore[return-value]  # the same signature, which wraps() cannot tell
+
+
+@functools.cache
+def _backward_policy(mode: AutotuneMode) -> LaunchPolicy:
+    return LaunchPolicy(mode, "backward")
 
 
 def _before_fork() -> None:

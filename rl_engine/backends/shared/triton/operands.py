@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 INTERPRETED_TILE = 1 << 18  # elements: an interpreted program costs milliseconds whatever its size
+_ROW_AXES = 2
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -44,7 +45,7 @@ def require_floats(op: str, **tensors: torch.Tensor | None) -> None:
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
     """Return x [..., cols] as [rows, cols] with neighbouring columns: a view where its strides allow, else a copy."""
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x if x.dim() == _ROW_AXES else x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 

@@ -80,20 +80,18 @@ def _silu_bwd_kernel(
 
 
 def _forward(x: torch.Tensor) -> torch.Tensor:
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = empty_like(x)
     if x.numel():
-        x, out = elementwise.rows_of(x, y)
-        _silu_fwd_kernel[elementwise.grid](x, out, *x.shape, x.stride(0), out.stride(0), ONE_ROW=len(x) == 1)
+        rows = elementwise.rows_of(x, y)
+        _silu_fwd_kernel[elementwise.grid](*rows.tensors, *rows.shape, *rows.strides, ONE_ROW=rows.one)
     return y
 
 
 def _backward(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dx = empty_like(x)
     if x.numel():
-        x, dy, out = elementwise.rows_of(x, dy, dx)
-        _silu_bwd_kernel[elementwise.grid](
-            x, dy, out, *x.shape, x.stride(0), dy.stride(0), out.stride(0), ONE_ROW=len(x) == 1
-        )
+        rows = elementwise.rows_of(x, dy, dx)
+        _silu_bwd_kernel[elementwise.grid](*rows.tensors, *rows.shape, *rows.strides, ONE_ROW=rows.one)
     return dx
 
 

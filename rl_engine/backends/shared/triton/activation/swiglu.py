@@ -106,20 +106,19 @@ def _swiglu_bwd_kernel(
 
 
 def _forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    y = empty_like(gate)
     if gate.numel():
-        gate, up, out = elementwise.rows_of(gate, up, y)
-        strides = (gate.stride(0), up.stride(0), out.stride(0))
-        _swiglu_fwd_kernel[elementwise.grid](gate, up, out, *gate.shape, *strides, ONE_ROW=len(gate) == 1)
+        rows = elementwise.rows_of(gate, up, y)
+        _swiglu_fwd_kernel[elementwise.grid](*rows.tensors, *rows.shape, *rows.strides, ONE_ROW=rows.one)
     return y
 
 
 def _backward(gate: torch.Tensor, up: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    dgate, dup = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
+    dgate, dup = empty_like(gate), empty_like(gate)
     if gate.numel():
-        gate, up, dy, out, other = elementwise.rows_of(gate, up, dy, dgate, dup)
-        strides = (gate.stride(0), up.stride(0), dy.stride(0), out.stride(0))
-        _swiglu_bwd_kernel[elementwise.grid](gate, up, dy, out, other, *gate.shape, *strides, ONE_ROW=len(gate) == 1)
+        rows = elementwise.rows_of(gate, up, dy, dgate, dup)
+        strides = rows.strides[:4]  # both outputs have the same
+        _swiglu_bwd_kernel[elementwise.grid](*rows.tensors, *rows.shape, *strides, ONE_ROW=rows.one)
     return dgate, dup
 
 

@@ -303,7 +303,8 @@ def losses(
         SURROGATE=terms.surrogate, DUAL=terms.dual != math.inf, KL=terms.kl, AGGREGATION=divisor.kind,
         PER_TOKEN=batch.advantages.dim() == 2, ALIGNED=batch.aligned, TILE=batch.tile,
     )  # fmt: skip
-    scalars = tuple(torch.empty((), dtype=torch.float32, device=policy_sum.device) for _ in range(4))
+    first = torch.empty((), dtype=torch.float32, device=policy_sum.device)
+    scalars = (first, *(torch.empty_like(first) for _ in range(3)))
     _grpo_finish_kernel[(1,)](
         policy_sum, kl_sum, counts.sequences if counted else tile_counts, divisor.tensor, *scalars,
         n_seqs, batch.n_tiles, 1 if counted else batch.n_tiles, terms.beta, divisor.number,

@@ -83,7 +83,7 @@ def loss_and_gradient(
     gradient: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return loss, policy loss, KL, and the gradient by logps (empty if not asked for) but for a weight []."""
-    dlogps = torch.empty(logps.shape if gradient else 0, dtype=logps.dtype, device=logps.device)
+    dlogps = empty_like(logps) if gradient else torch.empty(0, dtype=logps.dtype, device=logps.device)
     if not logps.numel():
         loss, policy_loss, divergence, weight = (torch.zeros((), device=logps.device) for _ in range(4))
         return loss, policy_loss, divergence, dlogps, weight
@@ -203,7 +203,7 @@ def grpo_loss(
     )  # fmt: skip
     args: tuple[Any, ...] = (
         logps,
-        *(None if one is None else one.detach() for one in tensors),
+        *(None if one is None else one.detach() if one.requires_grad else one for one in tensors),
         *options,
         needs_gradient,
     )

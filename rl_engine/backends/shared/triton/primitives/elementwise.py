@@ -5,7 +5,7 @@ A contiguous tensor is one row of all its elements. Launch rule and candidates a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -60,8 +60,25 @@ def grid(meta: Mapping[str, Any]) -> tuple[int]:
     return (meta["n_rows"] * -(-meta["n_cols"] // meta["BLOCK"]),)
 
 
-def rows_of(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return tensors of one shape as [rows, cols] each: one row where all are contiguous, else by their row strides."""
-    if all(tensor.is_contiguous() for tensor in tensors):
-        return tuple(tensor.view(1, -1) for tensor in tensors)
-    return tuple(as_rows(tensor) for tensor in tensors)
+class Rows(NamedTuple):
+    """Tensors of one shape as [rows, cols] each: one row where all are contiguous, else by their row strides."""
+
+    tensors: tuple[torch.Tensor, ...]
+    shape: tuple[int, int]
+    strides: tuple[int, ...]
+
+    @property
+    def one(self) -> bool:
+        """Whether there is a single row."""
+        return self.shape[0] == 1
+
+
+def rows_of(*tensors: torch.Tensor) -> Rows:
+    """Return tensors of one shape as rows; contiguous ones themselves, since a view costs as much as an allocation."""
+    for tensor in tensors:
+        if not tensor.is_contiguous():
+            rows = tuple(as_rows(one) for one in tensors)
+            n_rows, n_cols = rows[0].shape
+            return Rows(rows, (n_rows, n_cols), tuple(one.stride(0) for one in rows))
+    n = tensors[0].numel()
+    return Rows(tensors, (1, n), (n,) * len(tensors))

@@ -268,8 +268,8 @@ def _turned(
     inverse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return q and k turned, backwards if ``inverse``; an empty tensor stands for no k, as graphs need."""
-    q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    k_out = torch.empty((0,) if k is None else k.shape, dtype=q.dtype, device=q.device)
+    q_out = empty_like(q)
+    k_out = torch.empty((0,), dtype=q.dtype, device=q.device) if k is None else empty_like(k)
     q_rows = _as_bshd(q, layout)
     k_rows = q_rows if k is None else _as_bshd(k, layout)
     batch, seq, q_heads, dim = q_rows.shape

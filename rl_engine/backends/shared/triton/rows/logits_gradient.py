@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 import triton
 import triton.language as tl
 
 from rl_engine.backends.shared.triton import operands
 from rl_engine.backends.shared.triton.autotuning import TunableKernel
+from rl_engine.backends.shared.triton.graph import empty_like
 from rl_engine.backends.shared.triton.operands import power_of_two
 from rl_engine.backends.shared.triton.primitives.folds import rounded_product
 from rl_engine.backends.shared.triton.primitives.logsumexp import probability, scaled
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    import torch
 
     from rl_engine.platforms.device import DeviceIdentity
 
@@ -132,7 +134,7 @@ def logits_gradient(
         ignore_index: as there.
         temperature: as there.
     """
-    dz = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    dz = empty_like(logits)
     if not targets.numel():
         return dz
     z = operands.as_rows(logits)
