@@ -38,6 +38,7 @@ FLIPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dtype of an input": ({}, {"x_ptr": _half(MEMORY[:1024])}),
     "dtype of an output": ({}, {"y_ptr": _half(MEMORY[2048:3072])}),
     "a misaligned input": ({}, {"x_ptr": on_card(MEMORY[1:1025])}),
+    "an input misaligned by 8 bytes": ({}, {"x_ptr": on_card(MEMORY[2:1026])}),
     "a misaligned output": ({}, {"y_ptr": on_card(MEMORY[2049:3073])}),
     "an aligned one after a misaligned one": ({"x_ptr": on_card(MEMORY[1:1025])}, {}),
     "a tensor for None": ({}, {"extra_ptr": on_card(MEMORY[1024:2048])}),

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rl_engine.backends.shared.triton import autotuning, plan
+from rl_engine.backends.shared.triton import plan
 from rl_engine.platforms import device
 from rl_engine.platforms.device import DeviceIdentity
 from rl_engine.platforms.tuning import events
@@ -173,6 +173,17 @@ def test_a_plan_that_cannot_be_started_means_the_ordinary_path(card: FakeCard, m
     start(card)
     assert not start(card).by_address
     assert "its launch plan failed" in _warnings()[-1]
+
+
+def test_a_fault_while_a_plan_is_made_costs_no_launch(card: FakeCard, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_arguments: Any) -> None:
+        raise AttributeError("a newer Triton has no such thing")
+
+    monkeypatch.setattr(plan, "obstacle", broken)
+    monkeypatch.setattr(events.log(), "_warned", set())
+    for _launch in range(2):
+        assert not start(card).by_address
+    assert _warnings()[-1].endswith("please report it (AttributeError: a newer Triton has no such thing)")
 
 
 def test_a_launch_that_writes_nothing_proves_nothing(card: FakeCard) -> None:
@@ -369,24 +380,3 @@ def test_plans_keep_no_tensor(card: FakeCard) -> None:
         shifted_kernel[blocks](**{**BASE, "y_ptr": y})
         card.starts.clear()
     assert len(gc.get_referrers(y)) == references
-
-
-def test_off_asks_the_fixed_rule_once_for_equal_sizes(card: FakeCard, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-
-    def fixed(sizes: Any, _device: Any) -> dict[str, int]:
-        asked.append(sizes["n"])
-        return {"BLOCK": 32 if sizes["n"] < 40 else 64, "num_warps": 4}
-
-    monkeypatch.setattr(device, "identify", lambda _index: DeviceIdentity("cuda", "card", "sm_90", 132))
-    object.__setattr__(shifted_kernel.declaration, "fixed", fixed)
-    monkeypatch.setattr(autotuning, "_FIXED_LAUNCHES", 4)
-    shifted_kernel.forget()
-    with autotune("off"):
-        for n, grid in ((33, 2), (48, 1), (33, 2), (48, 1)):
-            again = start(card, n=n)
-            assert (again.by_address, again.grid, again.packed[0]) == (False, (grid, 1, 1), 4)
-        assert asked == [33, 48]
-        for n in range(40):
-            start(card, n=n)
-        assert len(shifted_kernel._fixed) <= 4

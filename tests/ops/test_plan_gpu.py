@@ -1,4 +1,4 @@
-"""Launch plans on a card: the bytes of Triton's own launch, whatever changes between two (B03, B22, B27, B49, B50)."""
+"""Launch plans on a card: the bytes of Triton's own launch, whatever changes between two (B03, B27, B49, B50, B64)."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_a_plan_launches_on_the_current_stream_and_waits_for_nothing(ordinary: l
     assert y.unique().tolist() == [5.0]
 
 
-def test_a_planned_launch_is_captured_and_outlives_its_plan(ordinary: list[str]) -> None:
+def test_b64_a_planned_launch_is_captured_and_outlives_its_plan(ordinary: list[str]) -> None:
     x = torch.zeros(N, device="cuda")
     add_one(x)
     torch.cuda.synchronize()

@@ -117,7 +117,7 @@ class KernelLauncher:
     def __init__(self, jitted: Any, declaration: TunableKernel) -> None:
         functools.update_wrapper(self, jitted.fn)  # type: ignore[arg-type]  # it takes any object with attributes
         self.fn = jitted
-        self.declaration = declaration
+        self._declaration = declaration
         self._tuned = declaration.axes - _LAUNCH_OPTIONS
         self._explicit = declaration.axes | _LAUNCH_OPTIONS
         self._signature = generate(
@@ -140,6 +140,17 @@ class KernelLauncher:
         if name == "fn":
             raise AttributeError(name)  # not set yet: a copy or an unpickled object
         return getattr(self.fn, name)
+
+    @property
+    def declaration(self) -> TunableKernel:
+        """How the kernel may be launched."""
+        return self._declaration
+
+    @declaration.setter
+    def declaration(self, changed: TunableKernel) -> None:
+        """Launch by another fixed rule, or with other neutral axes, from now on; arguments must stay what they are."""
+        self._declaration = changed
+        self.forget()
 
     @property
     def src(self) -> str:
@@ -245,7 +256,13 @@ class KernelLauncher:
                 frozen(grid, **values)
             return not declined
 
-        return self._plans.make(compiled, options, launch, replay, index)
+        try:
+            return self._plans.make(compiled, options, launch, replay, index)
+        except Exception as error:  # noqa: BLE001  # the launch itself is done, and right
+            first = compiler.first_line(error)
+            text = f"{self.__name__} launches through Triton: no plan could be made, please report it ({first})"
+            events.log().warn_once(self.__name__, text)
+            return None
 
     def _interpret(self, grid: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         for value in (*args, *kwargs.values()):
