@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rl_engine.backends.shared.triton import autotuning
 from rl_engine.backends.shared.triton.rows import selected_logps as module
 from rl_engine.backends.shared.triton.rows.selected_logps import Selected
 from tests.support.ops_inputs import DEVICE, DTYPES, ON_GPU, Maker, assert_same_bytes
+from tests.support.ops_launches import recorded
 
 VOCABS = [4095, 4096, 4097, 8192, 12289, 151936] if ON_GPU else [4097, 8192, 12289]
 HALF = torch.bfloat16 if ON_GPU else torch.float16
@@ -18,17 +18,10 @@ def _launched(
     monkeypatch: pytest.MonkeyPatch, least_rows: int, *args: object, **options: object
 ) -> tuple[Selected, set[str]]:
     """Return the result where programs of rows need so many rows, and the kernels that were launched."""
-    seen: set[str] = set()
-    run = autotuning.KernelLauncher._run
-
-    def note(self: autotuning.KernelLauncher, *call: object) -> None:
-        seen.add(self.__name__)
-        run(self, *call)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(autotuning.KernelLauncher, "_run", note)
+    with monkeypatch.context() as patch, recorded() as launches:
         patch.setattr(module, "_ROWS_A_MULTIPROCESSOR", least_rows)
-        return module.selected_logps(*args, **options), seen
+        found = module.selected_logps(*args, **options)
+    return found, {launch.kernel.__name__ for launch in launches}
 
 
 @pytest.mark.parametrize("vocab", VOCABS)

@@ -20,7 +20,7 @@ import torch
 from rl_engine import settings
 from rl_engine.backends.shared.triton import compiler
 from rl_engine.backends.shared.triton.candidates import Admits, Axes, FixedRule, NeedsRule, derive
-from rl_engine.backends.shared.triton.descriptors import Blocks, describe
+from rl_engine.backends.shared.triton.descriptors import Blocks, described
 from rl_engine.backends.shared.triton.distinct import Failures, LaunchSite
 from rl_engine.backends.shared.triton.launch_trial import LaunchTrial
 from rl_engine.backends.shared.triton.plan import LaunchPlan, Plans, Settled
@@ -195,7 +195,8 @@ class KernelLauncher:
                 return self._launch_fixed(grid, args, kwargs)
         identity = device.for_launch(index)
         options = self.declaration.fixed(self._signature.sizes(*args, **given), identity)
-        if index >= 0 and identity is not device.UNKNOWN:
+        # what stands in the table is launched as it is: no descriptors are made
+        if index >= 0 and identity is not device.UNKNOWN and not self.declaration.descriptors:
             if len(self._fixed) >= _FIXED_LAUNCHES:
                 self._fixed.clear()
             self._fixed[exact] = {**options, **compiler.FIXED_OPTIONS}
@@ -225,7 +226,7 @@ class KernelLauncher:
     def _run(self, grid: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Launch through Triton and return the compiled kernel, None where it was interpreted."""
         if not self._interpreted:
-            positional, named = self._described(args, kwargs)
+            positional, named = described(self.fn.arg_names, args, kwargs, self.declaration.descriptors)
             compiled = self.fn[grid](*positional, **named, **compiler.FIXED_OPTIONS)
         else:
             compiled = None
@@ -233,13 +234,6 @@ class KernelLauncher:
         if self.declaration.inout:
             _bump_versions(self._signature.written(*args, **kwargs))
         return compiled
-
-    def _described(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        """Return the arguments as the kernel takes them: those that it wants as tensor descriptors made into such."""
-        blocks = self.declaration.descriptors
-        if not blocks:
-            return args, kwargs
-        return (), describe({**dict(zip(self.fn.arg_names, args, strict=False)), **kwargs}, blocks)
 
     def _plan(
         self, compiled: Any, options: Mapping[str, int], grid: Any, values: Mapping[str, Any], index: int
@@ -273,7 +267,7 @@ class KernelLauncher:
                 )
         # evaluated here: the interpreter hands grid functions its own integers, whose // rounds towards zero
         found = compiler.launch_grid(grid, dict(zip(self.fn.arg_names, args, strict=False)), kwargs)
-        positional, named = self._described(args, kwargs)
+        positional, named = described(self.fn.arg_names, args, kwargs, self.declaration.descriptors)
         with _interpreter_lock, compiler.quiet_interpreter():
             self.fn[found](*positional, **named)
 

@@ -5,7 +5,7 @@ So keys, scratch copies and checks see tensors, and the block of a descriptor fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -29,6 +29,22 @@ def describe(values: Mapping[str, Any], blocks: Blocks) -> dict[str, Any]:
                 strides.reverse()
             made[name] = TensorDescriptor(tensor, shape, strides, block(values))
     return made
+
+
+def described(
+    names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any], blocks: Blocks
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Return a launch's arguments as its kernel takes them; unchanged where it wants no descriptors.
+
+    Args:
+        names: of the kernel's arguments, in order.
+        args: the first of them.
+        kwargs: the others, and options.
+        blocks: as in `describe`.
+    """
+    if not blocks:
+        return args, kwargs
+    return (), describe({**dict(zip(names, args, strict=False)), **kwargs}, blocks)
 
 
 def describable(tensor: torch.Tensor) -> bool:
