@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 from benchmarks.gemm.rows import ITEMSIZE, PEERS
 from rl_engine.backends.shared.triton.gemm import rule
 from rl_engine.backends.shared.triton.gemm.rule import Plan
+from rl_engine.backends.shared.triton.resources import shared_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _FEW = 64  # rows or columns up to which the other operand's stream is the limit
 _MIDDLE = 512
+_ARCH = "sm_90"  # what the report is about
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ NAIVE = {
 
 
 def space(m: int, n: int, k: int) -> list[Choice]:
-    """Return every choice that the kernels admit, without repeats; the rule's own is measured beside them."""
+    """Return every choice that the kernels admit on a Hopper card, without repeats; the rule's own is timed beside."""
     few = min(m, n)
     some = _few(m, n) if few <= _FEW else _middle() if few <= _MIDDLE else _many()
     return list(dict.fromkeys(one for one in (_no_deeper(one, k) for one in some) if _fits(one, m, n, k)))
@@ -64,7 +66,8 @@ def _fits(choice: Choice, m: int, n: int, k: int) -> bool:
     sizes |= {"BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n, "BLOCK_K": plan.block_k}
     if plan.described:
         sizes["PARTS"] = 1 if plan.block_n < _FEW else ITEMSIZE
-    return rule.admits(sizes, choice.options)
+    shared = rule.needs(sizes, choice.options).shared_bytes
+    return rule.admits(sizes, choice.options) and shared <= shared_bytes(_ARCH)
 
 
 def _few(m: int, n: int) -> Iterator[Choice]:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from rl_engine.backends.shared.triton.gemm.rule import LEAST, Plan, admits, launch, plan
+from rl_engine.backends.shared.triton.gemm.rule import LEAST, Plan, admits, launch, needs, plan
+from rl_engine.backends.shared.triton.resources import shared_bytes
 from rl_engine.platforms.device import UNKNOWN, DeviceIdentity
 from tests.support.offline import TARGETS
 
@@ -55,7 +56,7 @@ def test_decode_computes_the_transposed_product_and_training_the_largest_tile() 
     assert plan(8192, 8192, 8192, "half", DeviceIdentity("cuda", "?", "sm_89", 128), describable=True).block_n == 128
 
 
-def test_candidates_fit_some_card_and_differ_in_what_runs() -> None:
+def test_candidates_fit_the_card_and_differ_in_what_runs() -> None:
     sizes = {**_sizes(Plan(64, 16, 128, described=True), "half"), "m": 6144, "n": 1, "k": 4096}
     fixed = launch(sizes, TARGETS["sm_90"].identity)
     assert admits(sizes, fixed)
@@ -64,7 +65,8 @@ def test_candidates_fit_some_card_and_differ_in_what_runs() -> None:
     assert admits({**sizes, "k": 256}, {**fixed, "num_stages": 2})
     large = {**_sizes(Plan(128, 256, 64, described=True), "half"), "m": 8192, "n": 8192, "k": 8192}
     assert admits(large, {"num_warps": 8, "num_stages": 4, "GROUP": 1})
-    assert not admits(large, {"num_warps": 8, "num_stages": 5, "GROUP": 8})  # 240 KiB and more
+    assert needs(large, {"num_stages": 4}).shared_bytes <= shared_bytes("sm_90")
+    assert needs(large, {"num_stages": 5}).shared_bytes > shared_bytes("sm_90")  # 240 KiB and more
     assert not admits(large, {"num_warps": 4, "num_stages": 3, "GROUP": 8})  # 256 sums a thread
 
 

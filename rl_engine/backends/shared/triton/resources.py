@@ -54,6 +54,14 @@ LIMITS: Mapping[str, Limits] = {
     "gfx950": Limits(64, 160 * _KIB, 1 << 17, 512),
 }
 
+_LEAST_SHARED = 99 * _KIB  # of cards that are not listed: consumer parts
+
+
+def shared_bytes(arch: str) -> int:
+    """Return the shared memory that one program may use on ``arch``; of one that is not listed, what all have."""
+    limits = LIMITS.get(arch)
+    return _LEAST_SHARED if limits is None else limits.shared_bytes
+
 
 def fits(launch: Mapping[str, int], needs: Needs, limits: Limits) -> bool:
     """Return whether a program of ``launch`` can be resident, and its values stay in registers."""

@@ -38,6 +38,7 @@ def _c_block(meta: Mapping[str, Any]) -> list[int]:
     fixed=rule.launch,
     neutral=NEUTRAL,
     admits=rule.admits,
+    needs=rule.needs,
 )
 @triton.jit(do_not_specialize=["m", "n", "k"])
 def _gemm_persistent_kernel(

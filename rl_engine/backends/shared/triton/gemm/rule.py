@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rl_engine.backends.shared.triton.compiler import is_interpreter
 from rl_engine.backends.shared.triton.operands import power_of_two
+from rl_engine.backends.shared.triton.resources import Needs, shared_bytes
 from rl_engine.platforms.device import INTERPRETER, DeviceIdentity
 
 if TYPE_CHECKING:
@@ -23,9 +24,6 @@ INTERPRETED = DeviceIdentity("cpu", "interpreter", INTERPRETER, sm_count=1)
 KIB = 1 << 10
 LEAST = 16  # rows, columns and depth of a product on the tensor cores
 _FEW = 64  # rows or columns up to which the other operand's stream is the limit (184 on an H200: 790e12 / 4.3e12)
-# Shared memory of one block: CUDA C++ programming guide, by compute capability; CDNA 3 and 4 manuals.
-_SHARED = {"sm_80": 163, "sm_87": 163, "sm_90": 227, "sm_100": 227, "sm_103": 227, "gfx942": 64, "gfx950": 160}
-_LEAST_SHARED = 99  # of cards that are not listed: consumer parts
 # Tiles of the training path, and an estimate of the share of the largest one's speed that each reaches once it is full:
 # the largest reads least of the L2 for a product; the smaller fill the last wave better.
 _SHARES = {(128, 256): 1.0, (256, 128): 1.0, (128, 128): 0.86, (64, 256): 0.8, (64, 128): 0.62, (64, 64): 0.4}
@@ -89,7 +87,7 @@ def _depth(k: int, most: int) -> int:
 
 def _tile(m: int, n: int, device: DeviceIdentity) -> tuple[int, int]:
     """Return the tile that ends first: waves times a tile's work, at the tile's share of the full speed."""
-    largest = 128 * 256 if _shared_bytes(device) >= 160 * KIB else 128 * 128
+    largest = 128 * 256 if shared_bytes(device.arch) >= 160 * KIB else 128 * 128
 
     def cost(tile: tuple[int, int]) -> float:
         tiles = -(-m // tile[0]) * -(-n // tile[1])
@@ -105,25 +103,28 @@ def launch(sizes: Mapping[str, Any], device: DeviceIdentity) -> dict[str, int]:
         return {"num_warps": 4, "num_stages": 1, "GROUP": 1}
     if device.kind == "hip":  # one tile in registers while the other is multiplied
         return {"num_warps": 8 if elements >= 128 * 128 else 4, "num_stages": 2, "GROUP": _GROUP}
-    fitting = (_shared_bytes(device) - _BARRIERS - _epilogue_bytes(sizes, device.arch)) // _stage_bytes(sizes)
+    fitting = (shared_bytes(device.arch) - _BARRIERS - _epilogue_bytes(sizes, device.arch)) // _stage_bytes(sizes)
     stages = max(2, min(fitting, _MOST_STAGES if elements < 128 * 128 else 4))
     return {"num_warps": 8 if elements >= 128 * 128 else 4, "num_stages": stages, "GROUP": _GROUP}
 
 
 def admits(sizes: Mapping[str, Any], launch: Mapping[str, int]) -> bool:
-    """Let through what fits the largest shared memory, with 4 to 128 sums a thread, and makes a difference.
+    """Let through 4 to 128 sums a thread, and what makes a difference.
 
     More sums spill, fewer idle. Stages wait for tiles that K must have; the order of tiles needs two axes of them.
     """
     sums = sizes["BLOCK_M"] * sizes["BLOCK_N"] // (32 * launch["num_warps"])
-    taken = launch["num_stages"] * _stage_bytes(sizes) + _epilogue_bytes(sizes)
     single = min(-(-sizes["m"] // sizes["BLOCK_M"]), -(-sizes["n"] // sizes["BLOCK_N"])) <= 1
     return (
         4 <= sums <= 128
-        and taken <= max(_SHARED.values()) * KIB
         and launch["num_stages"] <= max(2, -(-sizes["k"] // sizes["BLOCK_K"]))
         and (launch["GROUP"] == _GROUP or not single)
     )
+
+
+def needs(sizes: Mapping[str, Any], launch: Mapping[str, int]) -> Needs:
+    """Return the shared memory of the stages of a tile, and of what it is stored through."""
+    return Needs(shared_bytes=launch["num_stages"] * _stage_bytes(sizes) + _epilogue_bytes(sizes))
 
 
 def persistent_programs(m: int, n: int, found: Plan, device: DeviceIdentity) -> int:
@@ -136,10 +137,6 @@ def dot_precision(precision: Precision, device: DeviceIdentity) -> str | None:
     if precision == "tf32" and device.kind == "hip" and device.arch != "gfx942":
         return "ieee"
     return None if precision == "half" else precision
-
-
-def _shared_bytes(device: DeviceIdentity) -> int:
-    return _SHARED.get(device.arch, _LEAST_SHARED) * KIB
 
 
 def _stage_bytes(sizes: Mapping[str, Any]) -> int:

@@ -26,6 +26,7 @@ from rl_engine.backends.shared.triton.gemm.pieces import (
     fixed=rule.launch,
     neutral=NEUTRAL,
     admits=rule.admits,
+    needs=rule.needs,
 )
 @triton.jit(do_not_specialize=["m", "n", "k"])
 def _gemm_tiles_kernel(
@@ -73,6 +74,7 @@ def _gemm_tiles_kernel(
     fixed=rule.launch,
     neutral=NEUTRAL,
     admits=rule.admits,
+    needs=rule.needs,
 )
 @triton.jit(do_not_specialize=["m", "n", "k", "n_groups"])
 def _gemm_groups_kernel(
