@@ -16,10 +16,11 @@ from triton.backends.compiler import GPUTarget
 from rl_engine.backends.shared.triton.autotuning import KernelLauncher, TunableKernel
 from rl_engine.backends.shared.triton.gemm import launch as launching
 from rl_engine.backends.shared.triton.gemm.rule import Plan, Precision
+from rl_engine.backends.shared.triton.resources import shared_bytes
 from rl_engine.platforms import device
 from rl_engine.platforms.device import DeviceIdentity
 from rl_engine.runtime.policy import autotune
-from tests.support.offline import KIB, TARGETS, Offline, Specialisation, Target, compile_offline
+from tests.support.offline import TARGETS, Offline, Specialisation, Target, compile_offline
 from tests.support.offline_chains import broken_chains
 
 OWN = Specialisation(integers="own")
@@ -145,7 +146,7 @@ def test_another_precision_is_noticed() -> None:
 def test_b70_one_column_needs_no_more_shared_memory_than_a_small_card_has(
     n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small = Target(GPUTarget("cuda", 86, 32), DeviceIdentity("cuda", "small", "sm_86", 28), 99 * KIB)
+    small = Target(GPUTarget("cuda", 86, 32), DeviceIdentity("cuda", "small", "sm_86", 28), shared_bytes("sm_86"))
     launches = [_launches(monkeypatch, small, (m, n, k), "ieee") for m in (1, 7, 512) for k in (768, 2048)]
     launches += [_launches(monkeypatch, small, (512, n, 768), "half")]
     assert _all(launches, small) == []
