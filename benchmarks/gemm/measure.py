@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks.gemm.space import NAIVE, Choice, space
+from benchmarks.gemm.rows import PEERS
 from benchmarks.operators.timing import brief
 from rl_engine.backends.shared.triton.descriptors import describable
-from rl_engine.backends.shared.triton.gemm import launch
+from rl_engine.backends.shared.triton.gemm import launch, product
+from rl_engine.backends.shared.triton.gemm.rule import Plan
+from rl_engine.backends.shared.triton.gemm.space import Choice, Sizes, space
+from rl_engine.platforms import device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +27,10 @@ _THREADS = 16  # that compile
 _ROUGH, _FINE = 3, 9  # samples of every choice, and of the best few
 _FINALISTS = 6
 _CHECKED_ROWS = 64
+NAIVE = {  # the one tile of batch-invariant GEMMs in use, and a wider one
+    PEERS[2]: Choice(Plan(128, 128, 64), 8, 3),
+    PEERS[3]: Choice(Plan(128, 256, 64), 8, 3),
+}
 
 
 @dataclass
@@ -38,7 +45,7 @@ class Checks:
 def by_rule(step: Step) -> None:
     """Multiply as the library does."""
     if step.offsets is None:
-        launch.multiply(step.a, step.b, step.out, "half")
+        product.multiply(step.a, step.b, step.out, "half")
     else:
         launch.multiply_segments(step.a, step.b, step.offsets, step.out, "half")
 
@@ -69,7 +76,7 @@ def check(steps: Sequence[Step]) -> Checks:
         if step.offsets is None:
             count = min(_CHECKED_ROWS, max(1, len(first) // 2))
             fewer = torch.empty_like(first[:count])
-            launch.multiply(step.a[-count:], step.b, fewer, "half")
+            product.multiply(step.a[-count:], step.b, fewer, "half")
             _compare(found, fewer, first[-count:], f"{step.name}: {count} rows alone")
             exact = step.a[-count:].double() @ step.b.double()
         else:
@@ -119,7 +126,8 @@ def search(sets: Sequence[Step], timer: Timer, checks: Checks, failed: dict[str,
     """
     first = sets[0]
     can_describe = all(describable(one) for one in (first.a, first.b, first.out))
-    choices = [one for one in space(*first.sizes) if can_describe or not one.plan.described]
+    sizes = Sizes(*first.sizes, itemsize=first.out.element_size(), describable=can_describe)
+    choices = space(sizes, device.identify(first.out.get_device()))
     by_rule(first)
     expected = first.out.clone()
     alive: dict[str, Choice] = {}

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from benchmarks.gemm.operands import Step
-    from benchmarks.gemm.space import Choice
+    from rl_engine.backends.shared.triton.gemm.space import Choice
     from rl_engine.platforms.tuning.timer import Timer
 
 COMMAND = textwrap.dedent((__doc__ or "").split("\n\n")[1])

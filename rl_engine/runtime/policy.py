@@ -40,10 +40,17 @@ class RLKernelMode(str, Enum):
 
 @dataclass(frozen=True)
 class LaunchPolicy:
-    """What a launch needs to know of its surroundings: is it tuned, and in which pass does it run."""
+    """What a launch needs to know of its surroundings.
+
+    Attributes:
+        mode: whether it is tuned.
+        phase: the pass it runs in.
+        backend: id of the tuned backend it runs for, which opens more to the tuner; "" for every other one.
+    """
 
     mode: AutotuneMode
     phase: Phase = "forward"
+    backend: str = ""
 
 
 _ambient: ContextVar[LaunchPolicy | None] = ContextVar("rl_kernel_launch_policy", default=None)

@@ -14,11 +14,12 @@ import torch
 from benchmarks.gemm import measure, report, run
 from benchmarks.gemm.operands import sets_needed, steps
 from benchmarks.gemm.rows import NAIVE, TARGETS_US, Product, Results, Row, geometric_mean, products
-from benchmarks.gemm.space import Choice, space
 from rl_engine.backends.shared.triton.gemm import rule
+from rl_engine.backends.shared.triton.gemm.space import Choice, Sizes, space
 from rl_engine.platforms.device import DeviceIdentity
 from rl_engine.platforms.tuning.timer import WallTimer
 
+CARD = DeviceIdentity("cuda", "H200", "sm_90", 132)
 SMALL = [Product("small", "both", 16, 512, 320), Product("thr-moe", "fwd", 32, 16, 24, groups=4),
          Product("k512", "fwd", 16, 512, 16)]  # fmt: skip
 
@@ -51,9 +52,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         ways.append((plan, options))
         _exactly(a, b, out)
 
-    monkeypatch.setattr(measure.launch, "multiply", lambda a, b, out, _kind: _exactly(a, b, out))
+    monkeypatch.setattr(measure.product, "multiply", lambda a, b, out, _kind: _exactly(a, b, out))
     monkeypatch.setattr(measure.launch, "multiply_as", as_told)
     monkeypatch.setattr(measure.launch, "multiply_segments", _by_segments)
+    monkeypatch.setattr(measure.device, "identify", lambda _index: CARD)
     monkeypatch.setattr(measure, "_THREADS", 2)
     monkeypatch.setattr(run, "sets_needed", lambda _product: 2)  # there is no cache to keep cold
     monkeypatch.setattr(torch, "compile", lambda call, **_options: call)
@@ -83,15 +85,14 @@ def test_sets_of_operands_rotate_until_the_cache_is_cold() -> None:
 
 
 def test_the_space_is_admitted_without_repeats_and_holds_what_the_rule_takes_at_large_sizes() -> None:
-    card = DeviceIdentity("cuda", "H200", "sm_90", 132)
     for product in products():
         m, n, k = product.rows, product.cols, product.inner
-        found = space(m, n, k)
+        found = space(Sizes(m, n, k, 2, describable=True), CARD)
         assert len(found) == len(set(found)) >= 15, product
         assert len({str(one) for one in found}) == len(found)
         assert {one.plan.described for one in found} == {True, False}
-    plan = rule.plan(8192, 8192, 8192, "half", card, describable=True)
-    assert plan in {one.plan for one in space(8192, 8192, 8192)}
+    plan = rule.plan(8192, 8192, 8192, "half", CARD, describable=True)
+    assert plan in {one.plan for one in space(Sizes(8192, 8192, 8192, 2, describable=True), CARD)}
 
 
 def test_a_dry_run_leaves_rows_of_every_figure(tmp_path: Path, launched: list[Any]) -> None:
@@ -132,7 +133,7 @@ def test_a_choice_of_other_bytes_fails_its_product(
 def test_a_wrong_product_is_found_before_anything_is_timed(
     launched: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measure.launch, "multiply", lambda a, b, out, _kind: _exactly(2 * a, b, out))
+    monkeypatch.setattr(measure.product, "multiply", lambda a, b, out, _kind: _exactly(2 * a, b, out))
     checks = measure.check(steps(SMALL[0], 1, "cpu"))
     assert [fault.partition(":")[0] for fault in checks.faults] == ["fwd", "dX", "dW"]
     assert not launched

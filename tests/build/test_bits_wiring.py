@@ -8,7 +8,7 @@ import pytest
 
 from rl_engine.backends.shared.triton import compiler
 from rl_engine.backends.shared.triton.bits import bit_class
-from rl_engine.backends.shared.triton.distinct import Failures, LaunchSite
+from rl_engine.backends.shared.triton.distinct import Failures, LaunchSite, one_kernel
 from rl_engine.platforms.tuning.key import Candidate
 from tests.support import bits_toys as toys
 from tests.support.bits_toys import compiled
@@ -31,7 +31,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _site(kernel: Any, **values: int) -> LaunchSite:
-    return LaunchSite(kernel, (1,), values, 0, "", Failures())
+    return LaunchSite(one_kernel(kernel, (1,), values), 0, "", Failures())
 
 
 def test_a_candidate_that_sums_in_another_order_is_rejected_with_what_differs() -> None:

@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
 from rl_engine.backends.shared.triton.autotuning import KernelLauncher, TunableKernel
-from rl_engine.backends.shared.triton.gemm import launch as launching
+from rl_engine.backends.shared.triton.gemm import product
 from rl_engine.backends.shared.triton.gemm.rule import Plan, Precision
 from rl_engine.backends.shared.triton.resources import shared_bytes
 from rl_engine.platforms import device
@@ -50,7 +50,7 @@ def _launches(
     with monkeypatch.context() as patch, autotune("off"):
         patch.setattr(KernelLauncher, "_run", note)
         patch.setattr(device, "identify", lambda _index: target.identity)
-        launching.multiply(a, b, out, precision, **kwargs)
+        product.multiply(a, b, out, precision, **kwargs)
     assert len(made) == 1
     return made[0]
 
@@ -89,7 +89,7 @@ def test_other_tiles_are_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None
         forced = more if name == "sm_90" else replace(more, described=False)
         if forced.block_m * forced.block_n * forced.block_k > 128 * 128 * 64 and name == "sm_80":
             continue  # more registers than there are
-        monkeypatch.setattr(launching, "plan", lambda *_args, forced=forced, **_more: forced)
+        monkeypatch.setattr(product, "plan", lambda *_args, forced=forced, **_more: forced)
         launches.append(_launches(monkeypatch, target, (512, 512, 4096), "half"))
     assert _all(launches, target) == []
 

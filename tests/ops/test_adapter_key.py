@@ -11,8 +11,7 @@ import pytest
 import torch
 import triton
 
-from rl_engine.backends.shared.triton import autotuning, compiler
-from rl_engine.backends.shared.triton.autotuning import KernelLauncher
+from rl_engine.backends.shared.triton import asking, autotuning, compiler
 from rl_engine.platforms import device
 from rl_engine.platforms.device import DeviceIdentity
 from rl_engine.platforms.tuning import identity
@@ -126,7 +125,7 @@ def _machine() -> dict[str, Any]:
     """Return the parts that do not change from launch to launch, computed anew."""
     compiler.compiler_parts.cache_clear()
     try:
-        return dict(KernelLauncher._static_parts.__wrapped__(keyed_kernel, 0 if DEVICE == "cuda" else -1))
+        return dict(asking.static_parts.__wrapped__((keyed_kernel.fn,), 0 if DEVICE == "cuda" else -1))
     finally:
         compiler.compiler_parts.cache_clear()
 

@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 
 from rl_engine.backends.shared.triton.autotuning import TunableKernel
-from rl_engine.backends.shared.triton.distinct import Failures, LaunchSite
 from rl_engine.backends.shared.triton.primitives.folds import fold_columns
 from rl_engine.backends.shared.triton.qualification import gate
 from rl_engine.platforms.tuning.record import TuningRecord
@@ -87,7 +86,7 @@ def test_the_class_of_a_kernel_compiled_here_is_that_of_the_record_it_made():
     with recorded() as made, autotune("off"):
         summed(_folded_sum_kernel)
     (launch,) = made
-    site = LaunchSite(launch.kernel.fn, launch.grid, launch.values, launch.index, "", Failures())
+    site = launch.site()
     bits = tuned(_folded_sum_kernel).evidence.bits
     assert site.keeps(launch.candidates()[0], bits)
     assert not site.keeps(launch.candidates()[0], "0" + bits[1:] if bits[0] != "0" else "1" + bits[1:])

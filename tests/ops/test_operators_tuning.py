@@ -110,6 +110,7 @@ def _code(launch: Launch) -> tuple[object, ...]:
     )
 
 
+@pytest.mark.xdist_group("launches")  # one process makes them
 @pytest.mark.parametrize("name", KERNELS)
 def test_every_candidate_gives_the_fixed_launchs_bytes(name: str, launches: dict[str, list[Launch]]) -> None:
     comparisons = 0
@@ -143,6 +144,7 @@ def _compared_by_the_interpreter(launch: Launch) -> int:
     return found.comparisons
 
 
+@pytest.mark.xdist_group("launches")
 @pytest.mark.parametrize("name", KERNELS)
 def test_every_kernel_is_reached_by_a_declared_case(name: str, launches: dict[str, list[Launch]]) -> None:
     assert launches[name], f"no case of any spec launches {name}: it is neither tested nor tuned by anything"

@@ -13,7 +13,7 @@ import torch
 
 from rl_engine.backends.shared.triton import compiler, distinct
 from rl_engine.backends.shared.triton.bits import BitClass
-from rl_engine.backends.shared.triton.distinct import Failures, LaunchSite
+from rl_engine.backends.shared.triton.distinct import Failures, LaunchSite, one_kernel
 from rl_engine.platforms.tuning.key import Candidate
 from rl_engine.platforms.tuning.record import TuningRecord
 from rl_engine.platforms.tuning.store import MemoryStore
@@ -136,7 +136,7 @@ def test_every_compile_thread_sets_the_device_of_its_launch(monkeypatch: pytest.
     monkeypatch.setattr(distinct, "bit_class", lambda _compiled: BitClass((), ()))
     loads: list[threading.Thread] = []
     candidates = tuple(Candidate.of(BLOCK=block) for block in (1024, 512, 256))
-    site = LaunchSite(Jitted(), (1,), {"n": 5}, 3, "", Failures())
+    site = LaunchSite(one_kernel(Jitted(), (1,), {"n": 5}), 3, "", Failures())
     assert site.distinct(candidates).kept == candidates
     assert [index for index, _thread in entered] == [3, 3, 3]
     assert threading.current_thread() not in {thread for _index, thread in entered}

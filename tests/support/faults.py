@@ -55,7 +55,8 @@ class FakeCompiler:
         monkeypatch.setattr(compiler, "compile_launch", self._compile)
         monkeypatch.setattr(compiler, "load", lambda compiled: self.on_load(compiled.options))
         monkeypatch.setattr(compiler, "launch_identity", lambda compiled, grid: f"{compiled.options} {grid}")
-        monkeypatch.setattr(distinct, "bit_class", lambda _compiled: None)  # as interpreted: nothing to compare
+        monkeypatch.setattr(distinct, "bit_class", lambda _compiled: None)
+        monkeypatch.setattr(distinct, "together", lambda classes: next(iter(classes)))  # as interpreted: none
         monkeypatch.setattr(LaunchSite, "_compiled", self._as_on_a_card)
 
     def count(self, **options: int) -> int:

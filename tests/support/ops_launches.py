@@ -11,8 +11,9 @@ from typing import Any
 
 from rl_engine import settings
 from rl_engine.backends.shared.triton import autotuning, compiler
+from rl_engine.backends.shared.triton.asking import forget_answers
 from rl_engine.backends.shared.triton.autotuning import KernelLauncher
-from rl_engine.backends.shared.triton.distinct import Failures, LaunchSite
+from rl_engine.backends.shared.triton.distinct import Failures, LaunchSite, one_kernel
 from rl_engine.backends.shared.triton.launch_trial import LaunchTrial
 from rl_engine.backends.shared.triton.qualification import BoundLaunch
 from rl_engine.platforms import device
@@ -54,11 +55,15 @@ class Launch:
         """Return how many programs it takes with a candidate's options."""
         return math.prod(compiler.launch_grid(self.grid, self.values, dict(candidate.options)))
 
+    def site(self) -> LaunchSite:
+        """Return what compiling its candidates takes."""
+        launches = one_kernel(self.kernel.fn, self.grid, self.values, self.kernel.declaration.descriptors)
+        return LaunchSite(launches, self.index, "", Failures())
+
     def trial(self) -> LaunchTrial:
         """Return the trial that a tuner would be handed."""
-        blocks = self.kernel.declaration.descriptors
-        site = LaunchSite(self.kernel.fn, self.grid, self.values, self.index, "", Failures(), blocks)
-        return LaunchTrial(site, self.bound(), identity=device.identify(self.index), warm=self.kernel.declaration.warm)
+        identity = device.identify(self.index)
+        return LaunchTrial(self.site(), self.bound(), identity=identity, warm=self.kernel.declaration.warm)
 
 
 @contextlib.contextmanager
@@ -108,6 +113,7 @@ def forget() -> None:
     """Empty the launch tables, as they are when a process begins."""
     for kernel in autotuning.kernels().values():
         kernel.forget()
+    forget_answers()
 
 
 @contextlib.contextmanager

@@ -12,32 +12,28 @@ import inspect
 import os
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from rl_engine import settings
 from rl_engine.backends.shared.triton import compiler
+from rl_engine.backends.shared.triton.asking import Question, ask
 from rl_engine.backends.shared.triton.candidates import Admits, Axes, FixedRule, NeedsRule, derive
 from rl_engine.backends.shared.triton.descriptors import Blocks, described
-from rl_engine.backends.shared.triton.distinct import Failures, LaunchSite
-from rl_engine.backends.shared.triton.launch_trial import LaunchTrial
+from rl_engine.backends.shared.triton.distinct import Failures, one_kernel
 from rl_engine.backends.shared.triton.plan import LaunchPlan, Plans, Settled
 from rl_engine.backends.shared.triton.qualification import BoundLaunch
 from rl_engine.backends.shared.triton.signature import generate
 from rl_engine.platforms import device
-from rl_engine.platforms.autotuner import Selection, process_autotuner
 from rl_engine.platforms.tuning import events
-from rl_engine.platforms.tuning.identity import machine_parts, physical_parts
-from rl_engine.platforms.tuning.key import Candidate, Part, TuningKey, candidates_digest
 from rl_engine.runtime.policy import LaunchPolicy, launch_policy, pinned
 
 if TYPE_CHECKING:
     from rl_engine.platforms.device import DeviceIdentity
-    from rl_engine.settings import AutotuneMode
+    from rl_engine.platforms.tuning.key import Candidate
 
-__all__ = ["KernelLauncher", "TunableKernel", "kernels", "pin_autotune", "pinned_backward"]
+__all__ = ["KernelLauncher", "TunableKernel", "kernels", "may_measure", "pin_autotune", "pinned_backward"]
 
 _LAUNCH_OPTIONS = frozenset({"num_warps", "num_stages", "num_ctas", "maxnreg", "waves_per_eu"})
 _FIXED_LAUNCHES = 4096  # of a kernel, kept by their exact sizes; a run whose lengths never repeat must not fill memory
@@ -171,6 +167,10 @@ class KernelLauncher:
         self._fixed.clear()
         self._plans.forget()
 
+    def values(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return all arguments of a launch by name, without the tuned ones."""
+        return self._signature.values(*args, **kwargs)
+
     def candidates(self, values: Mapping[str, Any], identity: DeviceIdentity) -> tuple[Candidate, ...]:
         """Return the launches for these arguments, tensors and scalars by name, the fixed one first."""
         tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
@@ -277,39 +277,19 @@ class KernelLauncher:
         """Return the options that the autotuner names for a signature met first; False where they may still change."""
         values = self._signature.values(*args, **kwargs)
         index = self._signature.index(*args, **kwargs)
-        try:
-            identity = device.identify(index)
-            parts = {**self._static_parts(index), **self._signature.parts(values), "phase": policy.phase}
-        except (RuntimeError, AssertionError, OSError) as error:
-            events.log().warn_once(self.__name__, f"{self.__name__} runs fixed: the device cannot be told ({error})")
-            return self.declaration.fixed(self._signature.sizes(*args, **kwargs), device.UNKNOWN), False
-        candidates = self.candidates(values, identity)
-        key = TuningKey.of(self.__name__, {**parts, "kernel.candidates": candidates_digest(candidates)})
-        if _in_child_of_cuda_process or (index >= 0 and torch.cuda.is_current_stream_capturing()):
-            process_autotuner().miss(key)
-            return dict(candidates[0].options), False
-        site = LaunchSite(self.fn, grid, values, index, key.static_digest, self._failures, self.declaration.descriptors)
-        selection = self._select(key, candidates, site, policy)
-        return dict(selection.winner.options), selection.settled
-
-    def _select(
-        self, key: TuningKey, candidates: tuple[Candidate, ...], site: LaunchSite, policy: LaunchPolicy
-    ) -> Selection:
-        autotuner = process_autotuner()
-
-        def trial() -> LaunchTrial:
-            launch = self._bound(site.grid, site.values)
-            return LaunchTrial(site, launch, identity=device.identify(site.device_index), warm=self.declaration.warm)
-
-        try:
-            return autotuner.select(
-                key, candidates, trial, mode=policy.mode, provenance=physical_parts(site.device_index)
-            )
-        except Exception as error:  # noqa: BLE001  # a fault of the tuner must not stop a training run
-            reason = f"{self.__name__} runs fixed: the tuner failed, please report it ({compiler.first_line(error)})"
-            events.log().warn_once(self.__name__, reason)
-            events.logger.debug("the tuner failed", exc_info=True)
-            return Selection(candidates[0], "fixed", reason)
+        question = Question(
+            name=self.__name__,
+            jitted=(self.fn,),
+            parts=self._signature.parts(values),
+            candidates=lambda identity: self.candidates(values, identity),
+            launches=one_kernel(self.fn, grid, values, self.declaration.descriptors),
+            bound=self._bound(grid, values),
+            failures=self._failures,
+            index=index,
+            warm=self.declaration.warm,
+        )
+        answer = ask(question, policy, measures=may_measure(index))
+        return dict(answer.winner.options), answer.lasts
 
     def _bound(self, grid: Any, values: Mapping[str, Any], options: Mapping[str, int] | None = None) -> BoundLaunch:
         """Return the launch as the byte gate takes it; with ``options`` whatever the candidate is."""
@@ -319,15 +299,6 @@ class KernelLauncher:
 
         declaration = self.declaration
         return BoundLaunch(run, values, declaration.outputs, declaration.inout, declaration.data)
-
-    @functools.cache  # noqa: B019  # kernels live as long as the process
-    def _static_parts(self, index: int) -> Mapping[str, Part]:
-        """Return the key parts that do not change from launch to launch."""
-        return {
-            **machine_parts(index, settings.current().scope),
-            **compiler.compiler_parts(device.identify(index).arch),
-            "kernel.source": compiler.source_digest(self.fn),
-        }
 
 
 @dataclass(frozen=True)
@@ -339,6 +310,11 @@ class _Always:
     def get(self, _key: tuple[Any, ...]) -> Settled:
         """Return it."""
         return self.settled
+
+
+def may_measure(index: int) -> bool:
+    """Return whether this is a moment to measure: no capture, and no child of a process that used CUDA."""
+    return not _in_child_of_cuda_process and (index < 0 or not torch.cuda.is_current_stream_capturing())
 
 
 def _elsewhere(index: int) -> bool:
@@ -366,15 +342,15 @@ def pinned_backward(backward: _Backward) -> _Backward:
     @functools.wraps(backward)
     def run(ctx: Any, *gradients: Any) -> Any:
         policy = getattr(ctx, "rl_kernel_policy", None) or launch_policy()
-        with pinned(_backward_policy(policy.mode)):
+        with pinned(_backward_policy(policy)):
             return backward(ctx, *gradients)
 
     return run  # type: ignore[return-value]  # the same signature, which wraps() cannot tell
 
 
 @functools.cache
-def _backward_policy(mode: AutotuneMode) -> LaunchPolicy:
-    return LaunchPolicy(mode, "backward")
+def _backward_policy(forward: LaunchPolicy) -> LaunchPolicy:
+    return replace(forward, phase="backward")
 
 
 def _before_fork() -> None:

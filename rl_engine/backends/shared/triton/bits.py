@@ -11,9 +11,12 @@ import hashlib
 import re
 import subprocess
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_engine.backends.shared.triton import bits_code, bits_dots, bits_ir, bits_sums, compiler
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 _DIGITS = 16  # of each half of a digest
 _LINES = 2  # of a difference that a reason quotes
@@ -67,9 +70,23 @@ def bit_class(compiled: Any) -> BitClass:
     return BitClass(structure, _fusion(compiled) if could_fuse else (), ordered)
 
 
-def structure_of(compiled: Any) -> str:
-    """Return the first half of the digest that `bit_class` would give, without disassembling anything."""
-    return _digest(_structure(compiled)[0])
+def together(classes: Iterable[BitClass]) -> BitClass:
+    """Return the class of kernels that run one after the other: what all of them add, and how."""
+    every = tuple(classes)
+    return BitClass(
+        _merged(one.structure for one in every), _merged(one.code for one in every), all(one.ordered for one in every)
+    )
+
+
+def structure_of(*compiled: Any) -> str:
+    """Return the first half of the digest that `bit_class`, or `together`, would give; disassembles nothing."""
+    return _digest(_merged(_structure(one)[0] for one in compiled))
+
+
+def _merged(texts: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    """Return all lines without repeats; those of a single kernel as they are."""
+    first, *others = texts
+    return tuple(sorted({*first}.union(*others))) if others else first
 
 
 def _structure(compiled: Any) -> tuple[tuple[str, ...], bool, bool]:

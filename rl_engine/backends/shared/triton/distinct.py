@@ -6,18 +6,20 @@ import functools
 import math
 import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from rl_engine.backends.shared.triton import compiler
-from rl_engine.backends.shared.triton.bits import BitClass, bit_class, structure_digest, structure_of
+from rl_engine.backends.shared.triton.bits import BitClass, bit_class, structure_digest, structure_of, together
 from rl_engine.backends.shared.triton.descriptors import Blocks, describe
 from rl_engine.backends.shared.triton.parallel import AbandonedError, run_all
 from rl_engine.errors import TrialUnavailableError
 from rl_engine.platforms.tuning.trial import Rejection
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+    from rl_engine.backends.shared.triton.autotuning import KernelLauncher
     from rl_engine.platforms.tuning.key import Candidate
 
 COMPILE_PATIENCE_S = 60.0  # the slowest candidate of this library takes 3 s
@@ -77,26 +79,78 @@ class _Compiled:
 
 
 @dataclass(frozen=True)
-class LaunchSite:
-    """A kernel, its arguments and its grid: what compiling a candidate takes.
+class Prepared:
+    """One launch of a kernel, ready to be compiled.
 
     Attributes:
         jitted: the kernel below the adapter.
         grid: as the caller gave it.
         values: all arguments by name.
-        device_index: where it runs, -1 for the interpreter.
-        specialisation: static digest of the launch's key.
-        failures: what is known of this kernel's candidates already; new failures are added.
+        options: tuned parameters and launch options.
         descriptors: arguments that the kernel takes as tensor descriptors, and the block of each.
     """
 
     jitted: Any
     grid: Any
     values: Mapping[str, Any]
+    options: Mapping[str, int]
+    descriptors: Blocks = field(default_factory=dict)
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """Programs along three axes."""
+        return compiler.launch_grid(self.grid, self.values, self.options)
+
+    def compile(self, device_index: int) -> Any:
+        """Compile it without running or loading it."""
+        made = describe({**self.values, **self.options}, self.descriptors)
+        values = {name: made[name] for name in self.values}
+        return compiler.compile_launch(self.jitted, self.grid, values, self.options, device_index)
+
+
+class Ready(NamedTuple):
+    """A launch of a wrapped kernel that only lacks its options."""
+
+    kernel: KernelLauncher
+    grid: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def launch(self, **options: int) -> None:
+        """Run it; options that are not given are the rule's or the tuner's."""
+        self.kernel[self.grid](*self.args, **self.kwargs, **options)
+
+    def prepared(self, options: Mapping[str, int]) -> Prepared:
+        """Return it as something to compile."""
+        values = self.kernel.values(*self.args, **self.kwargs)
+        return Prepared(self.kernel.fn, self.grid, values, options, self.kernel.declaration.descriptors)
+
+
+Launches: TypeAlias = "Callable[[Candidate], tuple[Prepared, ...]]"
+
+
+def one_kernel(
+    jitted: Any, grid: Any, values: Mapping[str, Any], descriptors: Blocks = MappingProxyType({})
+) -> Launches:
+    """Return the launches of candidates that are options of one kernel's launch."""
+    return lambda candidate: (Prepared(jitted, grid, values, dict(candidate.options), descriptors),)
+
+
+@dataclass(frozen=True)
+class LaunchSite:
+    """What compiling candidates takes.
+
+    Attributes:
+        launches: candidate -> what it launches.
+        device_index: where it runs, -1 for the interpreter.
+        specialisation: static digest of the launch's key.
+        failures: what is known of these candidates already; new failures are added.
+    """
+
+    launches: Launches
     device_index: int
     specialisation: str
     failures: Failures
-    descriptors: Blocks = field(default_factory=dict)
 
     @property
     def interpreted(self) -> bool:
@@ -145,14 +199,16 @@ class LaunchSite:
         if self.interpreted:
             return not bits
         try:
-            return structure_of(self._compile(fixed)) == structure_digest(bits)
+            return structure_of(*self._compile(fixed)) == structure_digest(bits)
         except compiler.CANDIDATE_FAILURES as error:
             raise TrialUnavailableError(f"the fixed launch failed: {compiler.first_line(error)}") from error
 
     def _compiled(self, candidates: Sequence[Candidate]) -> dict[Candidate, _Compiled | Exception]:
         """Return what would run for each candidate, or why nothing would."""
         if self.interpreted:
-            return {one: _Compiled(repr((self._grid(one), _interpreted_options(one))), None) for one in candidates}
+            return {
+                one: _Compiled(repr([_interpreted(each) for each in self.launches(one)]), None) for one in candidates
+            }
         outcomes = run_all(
             [functools.partial(self._compile_and_read, one) for one in candidates],
             threads=min(_COMPILE_THREADS, os.cpu_count() or 1),
@@ -161,33 +217,34 @@ class LaunchSite:
         )
         return {one: self._loaded(one, outcome) for one, outcome in zip(candidates, outcomes, strict=True)}
 
-    def _compile(self, candidate: Candidate) -> Any:
-        options = dict(candidate.options)
-        described = describe({**self.values, **options}, self.descriptors)
-        values = {name: described[name] for name in self.values}
-        return compiler.compile_launch(self.jitted, self.grid, values, options, self.device_index)
+    def _compile(self, candidate: Candidate) -> tuple[Any, ...]:
+        return tuple(one.compile(self.device_index) for one in self.launches(candidate))
 
-    def _compile_and_read(self, candidate: Candidate) -> tuple[Any, BitClass]:
+    def _compile_and_read(self, candidate: Candidate) -> tuple[tuple[Any, ...], BitClass]:
         compiled = self._compile(candidate)
-        return compiled, bit_class(compiled)
+        return compiled, together(bit_class(one) for one in compiled)
 
-    def _loaded(self, candidate: Candidate, outcome: tuple[Any, BitClass] | Exception) -> _Compiled | Exception:
+    def _loaded(
+        self, candidate: Candidate, outcome: tuple[tuple[Any, ...], BitClass] | Exception
+    ) -> _Compiled | Exception:
         """Load in this thread: what does not fit the card shows here, not at compilation."""
         if isinstance(outcome, Exception):
             return outcome
         compiled, bits = outcome
         try:
-            compiler.load(compiled)
+            for one in compiled:
+                compiler.load(one)
         except compiler.CANDIDATE_FAILURES as error:
             return error
-        return _Compiled(compiler.launch_identity(compiled, self._grid(candidate)), bits)
-
-    def _grid(self, candidate: Candidate) -> tuple[int, ...]:
-        return compiler.launch_grid(self.grid, self.values, dict(candidate.options))
+        launches = zip(compiled, self.launches(candidate), strict=True)
+        return _Compiled(" ".join(compiler.launch_identity(one, launch.axes) for one, launch in launches), bits)
 
     def _programs(self, candidate: Candidate) -> int:
-        return math.prod(self._grid(candidate))
+        return sum(math.prod(one.axes) for one in self.launches(candidate))
 
 
-def _interpreted_options(candidate: Candidate) -> list[tuple[str, int]]:
-    return [(name, value) for name, value in candidate.options if name not in _NOT_INTERPRETED]
+def _interpreted(launch: Prepared) -> tuple[str, tuple[int, ...], list[tuple[str, Any]]]:
+    """Return what the interpreter would run."""
+    scalars = {name: value for name, value in launch.values.items() if not hasattr(value, "data_ptr")}
+    options = {name: value for name, value in launch.options.items() if name not in _NOT_INTERPRETED}
+    return launch.jitted.__name__, launch.axes, sorted({**scalars, **options}.items())

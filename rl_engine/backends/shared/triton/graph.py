@@ -25,6 +25,7 @@ def graph_operator(
     *,
     fake: Callable[..., Any],
     phase: Literal["forward", "backward"] = "forward",
+    backend: str = "",
 ) -> Any:
     """Register ``launch`` as custom operator ``rl_kernel::name`` and return it.
 
@@ -33,11 +34,12 @@ def graph_operator(
         launch: annotated with tensors, numbers and None; returns new tensors only.
         fake: the same arguments to empty tensors of the results' shapes, dtypes and strides.
         phase: the pass its launches count to.
+        backend: the tuned backend that it belongs to, if any.
     """
 
     @functools.wraps(launch)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with pinned(LaunchPolicy(process_policy().mode, phase)):
+        with pinned(LaunchPolicy(process_policy().mode, phase, backend)):
             return launch(*args, **kwargs)
 
     operator = torch.library.custom_op(f"rl_kernel::{name}", run, mutates_args=())

@@ -13,7 +13,8 @@ from rl_engine.backends.shared.triton import operands
 from rl_engine.backends.shared.triton.autotuning import pin_autotune, pinned_backward
 from rl_engine.backends.shared.triton.compiler import unavailable
 from rl_engine.backends.shared.triton.descriptors import lies_transposed
-from rl_engine.backends.shared.triton.gemm.launch import multiply, multiply_depths, multiply_segments
+from rl_engine.backends.shared.triton.gemm.launch import multiply_depths, multiply_segments
+from rl_engine.backends.shared.triton.gemm.product import multiply
 from rl_engine.backends.shared.triton.graph import differentiate, graph_operator
 from rl_engine.backends.spec import implements
 
@@ -117,7 +118,7 @@ def _backward(
         _gradient_of_b(a, dy, offsets, db, precision, None, batched=batched)
     if bias_dtype is not None:
         rows = _rows(dy, batched=False)
-        multiply(dy.new_ones((1, 1)).expand(1, len(rows)), rows, dbias.view(1, -1), precision)
+        multiply(dy.new_ones((1, 1)).expand(1, len(rows)), rows, dbias.view(1, -1), precision, changing="k")
     return da, db, dbias
 
 
@@ -144,7 +145,7 @@ def _gradient_of_b(
     x, dy, out = _rows(a, batched=batched), _rows(dy, batched=batched), _weights(out)
     start = None if start is None else _weights(start)
     if offsets is None:
-        multiply(x.mT, dy, out, precision, start=start)
+        multiply(x.mT, dy, out, precision, start=start, changing="k")
     else:
         multiply_depths(x.mT, dy, offsets, out, precision, start=start)
 
@@ -183,16 +184,20 @@ def _kept(found: tuple[torch.Tensor, ...], wanted: tuple[bool, ...]) -> tuple[to
     return tuple(one if keep else None for one, keep in zip(found, wanted, strict=True))
 
 
-_graph_forward = graph_operator("det_gemm", _forward, fake=_fake_forward)
-_graph_backward = graph_operator("det_gemm_backward", _backward, fake=_fake_backward, phase="backward")
+def graph_gemm(name: str, backend: str = "") -> Any:
+    """Register GEMM for ``torch.compile`` under a name, for a tuned backend or the default one, and return it."""
+    forward = graph_operator(name, _forward, fake=_fake_forward, backend=backend)
+    backward = graph_operator(f"{name}_backward", _backward, fake=_fake_backward, phase="backward", backend=backend)
 
+    def gradients(*saved_and_dy: Any) -> tuple[Any, ...]:
+        *tensors, has_a, has_b, has_offsets, how, dy = saved_and_dy
+        given = iter(tensors)
+        a, b, offsets = (next(given) if here else None for here in (has_a, has_b, has_offsets))
+        found = backward(a, b, offsets, dy, *how)
+        return *_kept(found, (has_b, has_a, how.bias_dtype is not None)), None, None, None
 
-def _graph_gradients(*saved_and_dy: Any) -> tuple[Any, ...]:
-    *tensors, has_a, has_b, has_offsets, how, dy = saved_and_dy
-    given = iter(tensors)
-    a, b, offsets = (next(given) if here else None for here in (has_a, has_b, has_offsets))
-    found = _graph_backward(a, b, offsets, dy, *how)
-    return *_kept(found, (has_b, has_a, how.bias_dtype is not None)), None, None, None
+    differentiate(forward, gradients, _graph_save)
+    return forward
 
 
 def _graph_save(inputs: tuple[Any, ...], _out: torch.Tensor) -> tuple[Any, ...]:
@@ -202,7 +207,7 @@ def _graph_save(inputs: tuple[Any, ...], _out: torch.Tensor) -> tuple[Any, ...]:
     return *(one for one in kept if one is not None), *(one is not None for one in kept), how
 
 
-differentiate(_graph_forward, _graph_gradients, _graph_save)
+_graph_forward = graph_gemm("det_gemm")
 
 
 def _eager(
@@ -254,6 +259,24 @@ def det_gemm(
             on.
         TypeError: other or different dtypes, or a tensor subclass.
     """
+    return checked_gemm(
+        a, b, bias, offsets=offsets, out_dtype=out_dtype, input_precision=input_precision,
+        accumulate_into=accumulate_into, in_graph=_graph_forward,
+    )  # fmt: skip
+
+
+def checked_gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    offsets: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    input_precision: InputPrecision = "ieee",
+    accumulate_into: torch.Tensor | None = None,
+    in_graph: Any,
+) -> torch.Tensor:
+    """Return `det_gemm` of the same arguments; ``in_graph`` is what stands for it inside ``torch.compile``."""
     operands.require_tensors("det_gemm", a=a, b=b, bias=bias, offsets=offsets, accumulate_into=accumulate_into)
     operands.require_floats("det_gemm", a=a, b=b, bias=bias)
     check_det_gemm(a, b, bias, offsets, out_dtype, input_precision, accumulate_into)
@@ -262,4 +285,4 @@ def det_gemm(
         return _eager(a, b, bias, offsets, out_dtype, input_precision, accumulate_into)
     if accumulate_into is not None:  # backward writes to it, which no graph may hold: the graph breaks here
         return torch.compiler.disable(_eager)(a, b, bias, offsets, out_dtype, input_precision, accumulate_into)
-    return _graph_forward(a, b, bias, offsets, out_dtype, input_precision)
+    return in_graph(a, b, bias, offsets, out_dtype, input_precision)

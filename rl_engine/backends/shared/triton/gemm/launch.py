@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rl_engine.backends.shared.triton.compiler import interpreted
-from rl_engine.backends.shared.triton.descriptors import describable, lies_transposed
+from rl_engine.backends.shared.triton.descriptors import lies_transposed
+from rl_engine.backends.shared.triton.distinct import Ready
 from rl_engine.backends.shared.triton.gemm.persistent import persistent
 from rl_engine.backends.shared.triton.gemm.rule import (
     INTERPRETED,
@@ -14,6 +14,7 @@ from rl_engine.backends.shared.triton.gemm.rule import (
     Plan,
     Precision,
     dot_precision,
+    parts,
     persistent_programs,
     plan,
 )
@@ -22,8 +23,6 @@ from rl_engine.backends.shared.triton.operands import power_of_two
 from rl_engine.platforms import device
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import torch
 
     from rl_engine.platforms.device import DeviceIdentity
@@ -31,10 +30,10 @@ if TYPE_CHECKING:
 _INTERPRETED = interpreted(tiles.fn)  # whatever device is known: its tile decides NumPy's order of sums
 _REACH = 1 << 31  # elements that 32-bit lanes of a tile get to
 _BATCHED = 3  # axes
-_WIDE_PART = 64  # columns from which a tile is stored in parts: as many as a result has bytes, 2 or 4
 
 
-def multiply(
+def ready(
+    found: Plan,
     a: torch.Tensor,
     b: torch.Tensor,
     out: torch.Tensor,
@@ -42,25 +41,25 @@ def multiply(
     *,
     bias: torch.Tensor | None = None,
     start: torch.Tensor | None = None,
-) -> None:
-    """Write ``start + a @ b + bias`` to ``out``; any strides, but ``out``'s elements do not overlap.
+) -> Ready:
+    """Return the launch that writes ``start + a @ b + bias`` to ``out`` in a given way.
 
     Args:
+        found: path and tile; described only where all three matrices can be.
         a: [m, k] or [batch, m, k].
         b: [k, n] or [batch, k, n].
-        out: [m, n] or [batch, m, n].
+        out: [m, n] or [batch, m, n], not empty; its elements do not overlap.
         precision: of fp32 operands.
         bias: [n], contiguous, without a batch, with rows of neighbours in ``out``.
         start: what the chains begin with, of ``out``'s shape and strides; it may be ``out``. None for zeros.
     """
-    if not out.numel():
-        return
-    if lies_transposed(out):  # a weight's gradient that lies as the weight does: stored by rows all the same
-        a, b, out, start = b.mT, a.mT, out.mT, _turned(start)
-    card = _identify(a)
-    can_describe = precision == "half" and describable(a) and describable(b) and describable(out)
-    found = plan(*out.shape[-2:], a.shape[-1], precision, card, describable=can_describe)
-    multiply_as(found, a, b, out, precision, bias=bias, start=start)
+    card = identify(a)
+    if found.swapped:
+        a, b, out, start = b.mT, a.mT, out.mT, turned(start)
+    if found.described:
+        return _persistent(a, b, out, bias, start, found, card)
+    batches = len(a) if a.dim() == _BATCHED else 1
+    return _tiles(a, b, out, found, dot_precision(precision, card), bias=bias, start=start, batches=batches)
 
 
 def multiply_as(
@@ -74,27 +73,8 @@ def multiply_as(
     start: torch.Tensor | None = None,
     **options: int,
 ) -> None:
-    """Compute `multiply`'s product in a given way.
-
-    Args:
-        found: path and tile; described only where all three matrices can be.
-        a: as in `multiply`.
-        b: as in `multiply`.
-        out: as in `multiply`, not empty.
-        precision: of fp32 operands.
-        bias: as in `multiply`.
-        start: as in `multiply`.
-        **options: warps, stages and group; those that are not given are the rule's or the tuner's.
-    """
-    card = _identify(a)
-    if found.swapped:
-        a, b, out, start = b.mT, a.mT, out.mT, _turned(start)
-    if found.described:
-        _launch_persistent(a, b, out, bias, start, found, card, options)
-    else:
-        batches = len(a) if a.dim() == _BATCHED else 1
-        told = dot_precision(precision, card)
-        _launch_tiles(a, b, out, found, told, bias=bias, start=start, batches=batches, options=options)
+    """Compute a product in a given way: arguments as in `ready`, ``options`` as in its `Ready.launch`."""
+    ready(found, a, b, out, precision, bias=bias, start=start).launch(**options)
 
 
 def multiply_segments(
@@ -111,7 +91,7 @@ def multiply_segments(
     """
     if not out.numel():
         return
-    card = _identify(a)
+    card = identify(a)
     rows, n_groups, k, n = len(a), *b.shape
     block_m, block_n, block_k = _segment_tile(rows, n_groups, n, k, precision, card)
     grid = ((rows // block_m + n_groups + 2) * -(-n // block_n),)
@@ -145,54 +125,56 @@ def multiply_depths(
     if not out.numel():
         return
     if lies_transposed(out):
-        a, b, out, start = b.mT, a.mT, out.mT, _turned(start)
-    card = _identify(a)
+        a, b, out, start = b.mT, a.mT, out.mT, turned(start)
+    card = identify(a)
     found = plan(*out.shape[1:], a.shape[1], precision, card, describable=False)
     if found.swapped:
-        a, b, out, start = b.mT, a.mT, out.mT, _turned(start)
+        a, b, out, start = b.mT, a.mT, out.mT, turned(start)
     told = dot_precision(precision, card)
-    _launch_tiles(a, b, out, found, told, start=start, offsets=offsets, batches=len(out))
+    _tiles(a, b, out, found, told, start=start, offsets=offsets, batches=len(out)).launch()
 
 
-def _identify(tensor: torch.Tensor) -> DeviceIdentity:
+def identify(tensor: torch.Tensor) -> DeviceIdentity:
+    """Return the card that a tensor's products run on."""
     return INTERPRETED if _INTERPRETED else device.for_launch(tensor.get_device())
 
 
-def _turned(tensor: torch.Tensor | None) -> torch.Tensor | None:
+def turned(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a matrix, if there is one, with its axes exchanged."""
     return None if tensor is None else tensor.mT
 
 
-def _launch_persistent(
+def _persistent(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, start: torch.Tensor | None,
-    found: Plan, card: DeviceIdentity, options: Mapping[str, int],
-) -> None:  # fmt: skip
+    found: Plan, card: DeviceIdentity,
+) -> Ready:  # fmt: skip
     (m, n), k = out.shape, a.shape[1]
-    parts = 1 if found.block_n < _WIDE_PART else out.element_size()
-    persistent[(persistent_programs(m, n, found, card),)](
-        a, b, bias, start, out, m, n, k, *out.stride(),
-        BLOCK_M=found.block_m, BLOCK_N=found.block_n, BLOCK_K=found.block_k,
-        A_T=lies_transposed(a), B_T=lies_transposed(b), C_T=lies_transposed(out), PARTS=parts,
-        BIAS_BY_ROWS=found.swapped, PRECISION=None, **options,
-    )  # fmt: skip
+    blocks = {
+        "BLOCK_M": found.block_m, "BLOCK_N": found.block_n, "BLOCK_K": found.block_k,
+        "A_T": lies_transposed(a), "B_T": lies_transposed(b), "C_T": lies_transposed(out),
+        "PARTS": parts(found, out.element_size()), "BIAS_BY_ROWS": found.swapped, "PRECISION": None,
+    }  # fmt: skip
+    grid = (persistent_programs(m, n, found, card),)
+    return Ready(persistent, grid, (a, b, bias, start, out, m, n, k, *out.stride()), blocks)
 
 
-def _launch_tiles(
+def _tiles(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, found: Plan, precision: str | None, *,
     batches: int, bias: torch.Tensor | None = None, start: torch.Tensor | None = None,
-    offsets: torch.Tensor | None = None, options: Mapping[str, int] = MappingProxyType({}),
-) -> None:  # fmt: skip
+    offsets: torch.Tensor | None = None,
+) -> Ready:  # fmt: skip
     (m, n), k = out.shape[-2:], a.shape[-1]
     grid = (-(-m // found.block_m) * -(-n // found.block_n) * batches,)
     sides = [one.stride()[-2:] for one in (a, b, out)]
     steps = [one.stride(0) if one.dim() == _BATCHED else 0 for one in (a, b, out)]
     strides = [number for side, step in zip(sides, steps, strict=True) for number in (*side, step)]
-    tiles[grid](
-        a, b, bias, start, offsets, out, m, n, k, *strides,
-        BLOCK_M=found.block_m, BLOCK_N=found.block_n, BLOCK_K=found.block_k,
-        TAIL=offsets is not None or k % found.block_k != 0, M_ALIGNED=m % LEAST == 0, N_ALIGNED=n % LEAST == 0,
-        WIDE=_is_wide(found.block_m, found.block_n, found.block_k, *sides), BIAS_BY_ROWS=found.swapped,
-        LANES=1 if offsets is None else power_of_two(len(offsets)), PRECISION=precision, **options,
-    )  # fmt: skip
+    blocks = {
+        "BLOCK_M": found.block_m, "BLOCK_N": found.block_n, "BLOCK_K": found.block_k,
+        "TAIL": offsets is not None or k % found.block_k != 0, "M_ALIGNED": m % LEAST == 0, "N_ALIGNED": n % LEAST == 0,
+        "WIDE": _is_wide(found.block_m, found.block_n, found.block_k, *sides), "BIAS_BY_ROWS": found.swapped,
+        "LANES": 1 if offsets is None else power_of_two(len(offsets)), "PRECISION": precision,
+    }  # fmt: skip
+    return Ready(tiles, grid, (a, b, bias, start, offsets, out, m, n, k, *strides), blocks)
 
 
 def _segment_tile(

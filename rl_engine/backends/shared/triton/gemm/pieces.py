@@ -50,7 +50,8 @@ def chain(
     """
     a_step = tl.full((), BLOCK_K, tl.int64) * a_depth
     b_step = tl.full((), BLOCK_K, tl.int64) * b_depth
-    for _ in range(k // BLOCK_K):
+    # without a tail the number of steps is spelled as persistent programs spell it: one bit class for both
+    for _ in range(k // BLOCK_K if TAIL else tl.cdiv(k, BLOCK_K)):
         x = tl.load(a, mask=row_in[:, None], other=0.0)
         y = tl.load(b, mask=col_in[None, :], other=0.0)
         acc = tl.dot(x, y, acc, input_precision=PRECISION)

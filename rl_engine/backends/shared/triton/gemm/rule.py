@@ -29,6 +29,7 @@ _FEW = 64  # rows or columns up to which the other operand's stream is the limit
 _SHARES = {(128, 256): 1.0, (256, 128): 1.0, (128, 128): 0.86, (64, 256): 0.8, (64, 128): 0.62, (64, 64): 0.4}
 _BARRIERS = 1 * KIB  # of shared memory, beside the tiles: what a pipeline waits on
 _MOST_STAGES = 6
+_WIDE_PART = 64  # columns from which a tile is stored in parts
 _GROUP = 8  # row tiles of a band: together they and the columns of a wave stay in the L2
 
 
@@ -125,6 +126,11 @@ def admits(sizes: Mapping[str, Any], launch: Mapping[str, int]) -> bool:
 def needs(sizes: Mapping[str, Any], launch: Mapping[str, int]) -> Needs:
     """Return the shared memory of the stages of a tile, and of what it is stored through."""
     return Needs(shared_bytes=launch["num_stages"] * _stage_bytes(sizes) + _epilogue_bytes(sizes))
+
+
+def parts(found: Plan, itemsize: int) -> int:
+    """Return in how many parts a described tile is stored: as many as its elements have bytes, where it is wide."""
+    return 1 if found.block_n < _WIDE_PART else itemsize
 
 
 def persistent_programs(m: int, n: int, found: Plan, device: DeviceIdentity) -> int:

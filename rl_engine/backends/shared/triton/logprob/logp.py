@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.autograd.function import once_differentiable
 
@@ -59,18 +61,24 @@ def _fake_forward(
     return logp, norm
 
 
-_graph_forward = graph_operator("logp", _forward, fake=_fake_forward)
-_graph_backward = graph_operator("logp_backward", _backward, fake=empty_like, phase="backward")
-differentiate(
-    _graph_forward,
-    lambda logits, targets, norm, ignore_index, temperature, dlogp, _dnorm: (
-        _graph_backward(logits, targets, norm, dlogp, ignore_index, temperature),
-        None,
-        None,
-        None,
-    ),
-    lambda inputs, outputs: (*inputs[:2], outputs[1], *inputs[2:]),
-)
+def graph_logp(name: str, backend: str = "") -> Any:
+    """Register the operator for ``torch.compile`` under a name, for a tuned backend or the default one; return it."""
+    forward = graph_operator(name, _forward, fake=_fake_forward, backend=backend)
+    backward = graph_operator(f"{name}_backward", _backward, fake=empty_like, phase="backward", backend=backend)
+    differentiate(
+        forward,
+        lambda logits, targets, norm, ignore_index, temperature, dlogp, _dnorm: (
+            backward(logits, targets, norm, dlogp, ignore_index, temperature),
+            None,
+            None,
+            None,
+        ),
+        lambda inputs, outputs: (*inputs[:2], outputs[1], *inputs[2:]),
+    )
+    return forward
+
+
+_graph_forward = graph_logp("logp")
 
 
 @implements("logp", backend_id="rlkernel.triton.logp", unavailable=unavailable)
@@ -99,13 +107,28 @@ def logp(
         ValueError: shapes or devices disagree, temperature is not positive, or ``validate`` found an id out of range.
         TypeError: a tensor subclass, logits of another dtype, or targets that are not int32 or int64.
     """
+    return checked_logp(
+        logits, targets, ignore_index=ignore_index, temperature=temperature, validate=validate, in_graph=_graph_forward
+    )
+
+
+def checked_logp(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    ignore_index: int = -100,
+    temperature: float = 1.0,
+    validate: bool = False,
+    in_graph: Any,
+) -> torch.Tensor:
+    """Return `logp` of the same arguments; ``in_graph`` is what stands for it inside ``torch.compile``."""
     operands.require_tensors("logp", logits=logits, targets=targets)
     operands.require_floats("logp", logits=logits)
     check_logp(logits, targets, temperature)
     if validate:
         validate_ids("logp", targets, logits.shape[-1], targets != ignore_index)
     if torch.compiler.is_compiling():
-        return _graph_forward(logits, targets, ignore_index, temperature)[0]
+        return in_graph(logits, targets, ignore_index, temperature)[0]
     if operands.grad_enabled(logits):
         return _LogP.apply(logits, targets, ignore_index, temperature)
     return _forward(logits, targets, ignore_index, temperature)[0]

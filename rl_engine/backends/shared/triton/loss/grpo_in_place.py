@@ -30,7 +30,7 @@ from rl_engine.backends.shared.triton.operands import power_of_two
 from rl_engine.backends.shared.triton.primitives.folds import rounded_product
 from rl_engine.backends.shared.triton.primitives.logsumexp import CHUNK, log_probability, merge_chunks, scaled
 from rl_engine.backends.shared.triton.rows.logits_gradient import gradient_tile
-from rl_engine.backends.shared.triton.rows.selected_logps import chosen_logits, counted_rows
+from rl_engine.backends.shared.triton.rows.logp_kernels import chosen_logits, counted_rows
 from rl_engine.platforms import device
 
 if TYPE_CHECKING:

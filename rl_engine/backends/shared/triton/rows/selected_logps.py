@@ -6,33 +6,33 @@ merges in the same order: the bits are the same.
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 
 from rl_engine.backends.shared.triton import operands
-from rl_engine.backends.shared.triton.autotuning import TunableKernel
+from rl_engine.backends.shared.triton.asking import Question, answers, ask
+from rl_engine.backends.shared.triton.autotuning import may_measure
+from rl_engine.backends.shared.triton.distinct import Failures, Ready
 from rl_engine.backends.shared.triton.operands import power_of_two
-from rl_engine.backends.shared.triton.primitives.logsumexp import (
-    CHUNK,
-    chunk_statistics,
-    log_probability,
-    merge,
-    merge_chunk,
-    scaled,
-)
+from rl_engine.backends.shared.triton.primitives.logsumexp import CHUNK
+from rl_engine.backends.shared.triton.qualification import BoundLaunch
+from rl_engine.backends.shared.triton.rows import logp_kernels as kernels
 from rl_engine.platforms import device
+from rl_engine.platforms.tuning.key import BUCKET, Candidate, Part, bucket
+from rl_engine.runtime.policy import launch_policy
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from rl_engine.platforms.device import DeviceIdentity
 
-_UNROLL = tl.constexpr(8)  # chunks whose statistics are fetched at once while merging
 # Fewer rows than this a multiprocessor, and programs of single chunks are faster than programs of rows.
 _ROWS_A_MULTIPROCESSOR = 8
+_answers = answers()
+_failures = Failures()
 
 
 class Selected(NamedTuple):
@@ -43,200 +43,11 @@ class Selected(NamedTuple):
     reference: torch.Tensor | None
 
 
-def _fixed_rows(sizes: Mapping[str, Any], device: DeviceIdentity) -> dict[str, int]:
-    """Return one chunk of one row at a time with 2 warps, or as many short rows as make up a chunk with 4.
-
-    Exchanges between warps bound the time: [8192, 151936] bf16 takes 587 us with 2 warps, 607 with 4, 772 with 8.
-    """
-    rows = operands.rows_in_tile(sizes["n_rows"], sizes["COLS"], CHUNK.value, device)
-    return {"ROWS": rows, "num_warps": 2 if sizes["COLS"] == CHUNK.value else 4}
-
-
-def _admits_rows(sizes: Mapping[str, Any], launch: Mapping[str, int]) -> bool:
-    """Let through 2 to 64 elements a thread."""
-    return 2 <= launch["ROWS"] * sizes["COLS"] // (32 * launch["num_warps"]) <= 64
-
-
-def _fixed_chunks(_sizes: Mapping[str, Any], _device: DeviceIdentity) -> dict[str, int]:
-    return {"CHUNKS": 1, "num_warps": 2}
-
-
-def _fixed_merge(_sizes: Mapping[str, Any], _device: DeviceIdentity) -> dict[str, int]:
-    return {"ROWS": 32, "num_warps": 1}  # a row a thread
-
-
-@triton.jit
-def _statistics(
-    z_rows, active, n_cols, inverse_temperature, SCALED: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-):  # fmt: skip
-    """Return the maximum and the sum of exp(z - maximum) of rows; of rows that are not active nothing is read."""
-    m = tl.full((ROWS,), -float("inf"), tl.float32)
-    s = tl.zeros((ROWS,), tl.float32)
-    needed = tl.max(active.to(tl.int32), 0)
-    if EVEN:
-        for start in range(0, n_cols * needed, COLS):
-            z = _chunk(z_rows, active, start, n_cols, inverse_temperature, SCALED, COLS)
-            m, s = merge_chunk(m, s, z, ROWS, COLS)
-    else:
-        whole = n_cols // COLS * COLS  # in this spelling the compiler sees that it is a multiple: wide loads
-        for start in range(0, whole * needed, COLS):
-            z = tl.load(
-                z_rows[:, None] + (start + tl.arange(0, COLS))[None, :], mask=active[:, None], other=-float("inf")
-            )
-            m, s = merge_chunk(m, s, scaled(z.to(tl.float32), inverse_temperature, SCALED), ROWS, COLS)
-        if whole < n_cols * needed:
-            z = _chunk(z_rows, active, whole, n_cols, inverse_temperature, SCALED, COLS)
-            m, s = merge_chunk(m, s, z, ROWS, COLS)
-    return m, s
-
-
-@triton.jit
-def _chunk(z_rows, active, start, n_cols, inverse_temperature, SCALED: tl.constexpr, COLS: tl.constexpr):
-    """Return a chunk of scaled logits in fp32, -inf behind the row's end and in rows that are not active."""
-    col = start + tl.arange(0, COLS)
-    mask = active[:, None] & (col < n_cols)[None, :]
-    z = tl.load(z_rows[:, None] + col[None, :], mask=mask, other=-float("inf"))
-    return scaled(z.to(tl.float32), inverse_temperature, SCALED)
-
-
-@triton.jit
-def counted_rows(target_ptr, mask_ptr, row, used, ignore_index):
-    """Return the rows' targets, and which rows count: not ignored, not masked."""
-    target = tl.load(target_ptr + row, mask=used, other=0).to(tl.int64)
-    active = used
-    if ignore_index is not None:
-        active = active & (target != ignore_index)
-    if mask_ptr is not None:
-        active = active & (tl.load(mask_ptr + row, mask=used, other=0) != 0)
-    return target, active
-
-
-@triton.jit
-def chosen_logits(z_rows, target, active, n_cols, inverse_temperature, SCALED: tl.constexpr):
-    """Return the targets' scaled logits; NaN where a row does not count or its id is none."""
-    valid = active & (target >= 0) & (target < n_cols)
-    z = tl.load(z_rows + tl.where(valid, target, 0), mask=valid, other=float("nan"))
-    return scaled(z.to(tl.float32), inverse_temperature, SCALED)
-
-
-@triton.jit
-def _tensor(z_ptr, z_stride, other_ptr, other_stride):
-    """Return which tensor of logits the program is for, 0 or 1, its pointer and its row stride."""
-    which = tl.program_id(1).to(tl.int64)
-    if other_ptr is not None:
-        z_ptr = tl.where(which == 0, z_ptr, other_ptr)
-        z_stride = tl.where(which == 0, z_stride, other_stride)
-    return which, z_ptr, z_stride
-
-
-@triton.jit
-def _store(logp_ptr, norm_ptr, which, row, used, active, chosen, m, s, n_rows):
-    """Write log-probabilities [tensors, rows], 0 where a row does not count, and the first's statistics [2, rows]."""
-    log2_sum = tl.log2(s)
-    logp = tl.where(active, log_probability(chosen, m, log2_sum), 0.0)
-    tl.store(logp_ptr + which * n_rows + row, logp, mask=used)
-    first = used & (tl.full(row.shape, which, tl.int64) == 0)
-    tl.store(norm_ptr + row, m, mask=first)
-    tl.store(norm_ptr + n_rows + row, log2_sum, mask=first)
-
-
-@TunableKernel(
-    outputs=("logp_ptr", "norm_ptr"),
-    data=("z_ptr", "other_ptr"),
-    dynamic=("n_rows",),
-    fixed=_fixed_rows,
-    # chunk width is contract; which rows share a program and how many warps work on them changes no sum
-    neutral={"ROWS": (1, 2, 4, 16, 64, 256), "num_warps": (2, 4, 8, 16)},
-    admits=_admits_rows,
-)
-@triton.jit(do_not_specialize=["n_rows"])
-def _selected_logps_kernel(
-    z_ptr, other_ptr, target_ptr, mask_ptr, logp_ptr, norm_ptr,
-    n_rows, n_cols, z_stride, other_stride, ignore_index, inverse_temperature,
-    SCALED: tl.constexpr, EVEN: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    which, z_ptr, z_stride = _tensor(z_ptr, z_stride, other_ptr, other_stride)
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    used = row < n_rows
-    target, active = counted_rows(target_ptr, mask_ptr, row, used, ignore_index)
-    z_rows = z_ptr + row * z_stride
-    chosen = chosen_logits(z_rows, target, active, n_cols, inverse_temperature, SCALED)
-    m, s = _statistics(z_rows, active, n_cols, inverse_temperature, SCALED, EVEN, ROWS, COLS)
-    _store(logp_ptr, norm_ptr, which, row, used, active, chosen, m, s, n_rows)
-
-
-@TunableKernel(
-    outputs=("part_ptr",),
-    data=("z_ptr", "other_ptr"),
-    dynamic=("n_rows",),
-    fixed=_fixed_chunks,
-    neutral={"CHUNKS": (1, 2, 4), "num_warps": (2, 4, 8)},  # as above
-)
-@triton.jit(do_not_specialize=["n_rows", "n_chunks"])
-def _chunk_statistics_kernel(
-    z_ptr, other_ptr, target_ptr, mask_ptr, part_ptr,
-    n_rows, n_cols, n_chunks, z_stride, other_stride, ignore_index, inverse_temperature,
-    SCALED: tl.constexpr, COLS: tl.constexpr, CHUNKS: tl.constexpr,
-):  # fmt: skip
-    """Write maxima and sums of single chunks to part_ptr [tensors, 2, chunks, rows]."""
-    which, z_ptr, z_stride = _tensor(z_ptr, z_stride, other_ptr, other_stride)
-    groups = tl.cdiv(n_chunks, CHUNKS)
-    row = (tl.program_id(0) // groups).to(tl.int64) + tl.arange(0, 1)
-    active = row < n_rows
-    if target_ptr is not None:
-        _target, active = counted_rows(target_ptr, mask_ptr, row, active, ignore_index)
-    z_row, n_parts = z_ptr + row * z_stride, n_chunks.to(tl.int64) * n_rows
-    part_ptr += which * 2 * n_parts
-    for step in range(CHUNKS):
-        chunk = (tl.program_id(0) % groups) * CHUNKS + step
-        z = _chunk(z_row, active, chunk * COLS, n_cols, inverse_temperature, SCALED, COLS)
-        m, s = chunk_statistics(z, 1, COLS)
-        slot = chunk + tl.arange(0, 1)
-        part = part_ptr + slot.to(tl.int64) * n_rows + row
-        tl.store(part, m, mask=active & (slot < n_chunks))
-        tl.store(part + n_parts, s, mask=active & (slot < n_chunks))
-
-
-@TunableKernel(
-    outputs=("logp_ptr", "norm_ptr"),
-    dynamic=("n_rows",),
-    fixed=_fixed_merge,
-    neutral={"ROWS": (1, 4, 32), "num_warps": (1, 2)},  # rows do not meet
-    warm=True,
-)
-@triton.jit(do_not_specialize=["n_rows", "n_chunks"])
-def _merge_kernel(
-    part_ptr, z_ptr, other_ptr, target_ptr, mask_ptr, logp_ptr, norm_ptr,
-    n_rows, n_cols, n_chunks, z_stride, other_stride, ignore_index, inverse_temperature,
-    SCALED: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Merge the chunks of rows in ascending order."""
-    which, z_ptr, z_stride = _tensor(z_ptr, z_stride, other_ptr, other_stride)
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    used = row < n_rows
-    target, active = counted_rows(target_ptr, mask_ptr, row, used, ignore_index)
-    chosen = chosen_logits(z_ptr + row * z_stride, target, active, n_cols, inverse_temperature, SCALED)
-    m = tl.full((ROWS,), -float("inf"), tl.float32)
-    s = tl.zeros((ROWS,), tl.float32)
-    n_parts = n_chunks.to(tl.int64) * n_rows
-    part_ptr += which * 2 * n_parts
-    for first in range(0, n_chunks, _UNROLL):
-        for step in tl.static_range(_UNROLL):  # their loads are in flight together
-            chunk = tl.full((ROWS,), first + step, tl.int64)
-            mask = active & (chunk < n_chunks)
-            part = part_ptr + chunk * n_rows + row
-            m_chunk = tl.load(part, mask=mask, other=-float("inf"))
-            s_chunk = tl.load(part + n_parts, mask=mask, other=0.0)
-            m, s = merge(m, s, m_chunk, s_chunk)
-    _store(logp_ptr, norm_ptr, which, row, used, active, chosen, m, s, n_rows)
-
-
-def _by_rows(meta: Mapping[str, Any]) -> tuple[int, int]:
+def _rows_grid(meta: Mapping[str, Any]) -> tuple[int, int]:
     return -(-meta["n_rows"] // meta["ROWS"]), 1 if meta["other_ptr"] is None else 2
 
 
-def _by_chunks(meta: Mapping[str, Any]) -> tuple[int, int]:
+def _chunks_grid(meta: Mapping[str, Any]) -> tuple[int, int]:
     return meta["n_rows"] * -(-meta["n_chunks"] // meta["CHUNKS"]), 1 if meta["other_ptr"] is None else 2
 
 
@@ -281,22 +92,149 @@ def _launch(
     ignore_index: int | None,
     temperature: float,
 ) -> None:
-    z, second = operands.as_rows(logits), None if other is None else operands.as_rows(other)
-    n_rows, n_cols = z.shape
-    inputs = (z, second, targets.contiguous(), None if mask is None else mask.contiguous())
-    options = (z.stride(0), 0 if second is None else second.stride(0), ignore_index, 1.0 / temperature)
-    scale, cols = temperature != 1.0, min(power_of_two(n_cols), CHUNK.value)
-    sm_count = device.for_launch(z.get_device()).sm_count
-    if n_cols <= cols or n_rows >= _ROWS_A_MULTIPROCESSOR * sm_count:
-        even = n_cols % 16 == 0  # what Triton knows of an integer: then masks along the row keep loads wide
-        _selected_logps_kernel[_by_rows](
-            *inputs, logps, norm, n_rows, n_cols, *options, SCALED=scale, EVEN=even, COLS=cols
-        )
-        return
-    n_chunks = -(-n_cols // cols)
-    parts = torch.empty((len(logps), 2, n_chunks, n_rows), dtype=torch.float32, device=z.device)
-    # waiting for ids to know which rows count takes longer than reading a few rows in vain
-    judged = inputs if n_rows > sm_count else (z, second, None, None)
-    sizes = (n_rows, n_cols, n_chunks)
-    _chunk_statistics_kernel[_by_chunks](*judged, parts, *sizes, *options, SCALED=scale, COLS=cols)
-    _merge_kernel[_by_rows](parts, *inputs, logps, norm, *sizes, *options, SCALED=scale)
+    call = _Call(
+        operands.as_rows(logits), None if other is None else operands.as_rows(other), targets.contiguous(),
+        None if mask is None else mask.contiguous(), logps, norm, ignore_index, temperature,
+    )  # fmt: skip
+    policy = launch_policy()
+    way = _way(call) if policy.backend and policy.mode != "off" else None
+    if way is None:
+        for launch in call.by_rows() if call.takes_rows() else call.by_chunks():
+            launch.launch()
+    else:
+        _run(call, way)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Tensors as the kernels take them: logits as rows, everything else contiguous."""
+
+    z: torch.Tensor
+    other: torch.Tensor | None
+    targets: torch.Tensor
+    mask: torch.Tensor | None
+    logps: torch.Tensor
+    norm: torch.Tensor
+    ignore_index: int | None
+    temperature: float
+
+    @property
+    def cols(self) -> int:
+        """Columns of a chunk."""
+        return min(power_of_two(self.z.shape[1]), CHUNK.value)
+
+    def takes_rows(self) -> bool:
+        """Return whether the rule takes programs of rows."""
+        n_rows, n_cols = self.z.shape
+        sm_count = device.for_launch(self.z.get_device()).sm_count
+        return n_cols <= self.cols or n_rows >= _ROWS_A_MULTIPROCESSOR * sm_count
+
+    def by_rows(self) -> tuple[Ready, ...]:
+        """Return the launch of programs of rows."""
+        even = self.z.shape[1] % 16 == 0  # what Triton knows of an integer: then masks along the row keep loads wide
+        args = (self.z, self.other, self.targets, self.mask, self.logps, self.norm, *self.z.shape, *self.options())
+        kwargs = {"SCALED": self.temperature != 1.0, "EVEN": even, "COLS": self.cols}
+        return (Ready(kernels.by_rows, _rows_grid, args, kwargs),)
+
+    def by_chunks(self) -> tuple[Ready, ...]:
+        """Return the launches of programs of chunks, and of their merge."""
+        (n_rows, n_cols), scale = self.z.shape, self.temperature != 1.0
+        n_chunks = -(-n_cols // self.cols)
+        parts = torch.empty((len(self.logps), 2, n_chunks, n_rows), dtype=torch.float32, device=self.z.device)
+        # waiting for ids to know which rows count takes longer than reading a few rows in vain
+        few = n_rows <= device.for_launch(self.z.get_device()).sm_count
+        tensors = (self.z, self.other, self.targets, self.mask)
+        judged = (self.z, self.other, None, None) if few else tensors
+        sizes = (n_rows, n_cols, n_chunks, *self.options())
+        chunks = Ready(kernels.by_chunks, _chunks_grid, (*judged, parts, *sizes), {"SCALED": scale, "COLS": self.cols})
+        merge = Ready(kernels.merged, _rows_grid, (parts, *tensors, self.logps, self.norm, *sizes), {"SCALED": scale})
+        return chunks, merge
+
+    def options(self) -> tuple[int, int, int | None, float]:
+        """Return strides, ignored id and inverse temperature."""
+        other = 0 if self.other is None else self.other.stride(0)
+        return self.z.stride(0), other, self.ignore_index, 1.0 / self.temperature
+
+
+# --- a tuned backend opens the path too: rows, or chunks and a merge ---
+
+
+def _way(call: _Call) -> Candidate | None:
+    """Return the way that the tuner chose for calls of this kind, None for the rule's own."""
+    policy, index = launch_policy(), call.z.get_device()
+    tensors = {"z": call.z, "other": call.other, "targets": call.targets, "mask": call.mask}
+    kinds = tuple(None if one is None else (one.dtype, one.data_ptr() & 15) for one in tensors.values())
+    stride, other_stride, ignored, _inverse = call.options()
+    facts: dict[str, Part] = {
+        f"{BUCKET}rows": bucket(len(call.z)), "launch.cols": call.z.shape[1], "launch.stride": stride,
+        "launch.other_stride": other_stride, "launch.ignores": ignored is not None,
+        "launch.scaled": call.temperature != 1.0,
+    }  # fmt: skip
+    key = (policy, index, *facts.values(), *kinds)
+    if key in _answers:
+        return _answers[key]
+    parts = dict(facts)
+    for name, tensor in tensors.items():
+        parts[f"launch.{name}.dtype"] = None if tensor is None else str(tensor.dtype).removeprefix("torch.")
+        parts[f"launch.{name}.aligned"] = None if tensor is None else tensor.data_ptr() % 16 == 0
+    question = Question(
+        name=policy.backend,
+        jitted=tuple(one.fn for one in (kernels.by_rows, kernels.by_chunks, kernels.merged)),
+        parts=parts,
+        candidates=lambda identity: _ways(call, identity),
+        launches=lambda way: tuple(one.prepared(options) for one, options in _launches(call, way)),
+        bound=_bound(call),
+        failures=_failures,
+        index=index,
+    )
+    answer = ask(question, policy, measures=may_measure(index))
+    way = None if answer.is_fixed else answer.winner
+    if answer.lasts:
+        _answers[key] = way
+    return way
+
+
+def _ways(call: _Call, identity: DeviceIdentity) -> tuple[Candidate, ...]:
+    """Return every way, the rule's first: rows (CHUNKS=0) or chunks (ROWS=0) a program, and warps."""
+    sizes = {"n_rows": bucket(len(call.z)), "n_cols": call.z.shape[1], "COLS": call.cols}
+    rows, chunks = kernels.by_rows.declaration, kernels.by_chunks.declaration
+    found = [{"CHUNKS": 0, **rows.fixed(sizes, identity)}, {"ROWS": 0, **chunks.fixed(sizes, identity)}]
+    if not call.takes_rows():
+        found.reverse()
+    elif sizes["n_cols"] <= call.cols:
+        del found[1]  # a single chunk
+    ways = [Candidate.of(**one) for one in found]
+    for first in found:
+        axes = chunks.neutral if first.get("CHUNKS") else rows.neutral
+        for values in itertools.product(*axes.values()):
+            launch = {**first, **dict(zip(axes, values, strict=True))}
+            if launch["CHUNKS"] or kernels.admits_rows(sizes, launch):
+                ways.append(Candidate.of(**launch))
+    return tuple(dict.fromkeys(ways))
+
+
+def _launches(call: _Call, way: Candidate) -> Iterator[tuple[Ready, dict[str, int]]]:
+    """Yield the launches of a way and their options."""
+    options = dict(way.options)
+    rows, chunks = options.pop("ROWS"), options.pop("CHUNKS")
+    if rows:
+        (launch,) = call.by_rows()
+        yield launch, {**options, "ROWS": rows}
+    else:
+        first, merge = call.by_chunks()
+        yield first, {**options, "CHUNKS": chunks}
+        yield merge, dict(kernels.merged.declaration.fixed({}, device.UNKNOWN))
+
+
+def _run(call: _Call, way: Candidate) -> None:
+    for launch, options in _launches(call, way):
+        launch.launch(**options)
+
+
+def _bound(call: _Call) -> BoundLaunch:
+    names = ("z", "other", "targets", "mask", "logps", "norm")
+
+    def run(values: Mapping[str, Any], way: Candidate) -> None:
+        _run(replace(call, **{name: values[name] for name in names}), way)
+
+    return BoundLaunch(run, {name: getattr(call, name) for name in names}, ("logps", "norm"), (), ("z", "other"))
