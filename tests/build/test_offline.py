@@ -36,7 +36,7 @@ SPECIALISATIONS = {
     "ones": Specialisation(aligned=True, integers="one"),
 }
 MOST_CANDIDATES = 6
-MOST_LAUNCHES = 3  # of a kernel for other cards, dtypes and assumptions; for sm_90 and its narrowest dtype all of them
+MOST_LAUNCHES = 2  # of a kernel for other cards, dtypes and assumptions; for sm_90 and its narrowest dtype all of them
 JOBS = 2
 
 

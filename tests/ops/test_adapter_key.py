@@ -189,13 +189,13 @@ def test_b48_another_driver_is_another_key(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_source_digest_covers_helpers_constants_and_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
     from rl_engine.backends.shared.triton.primitives import logsumexp
-    from rl_engine.backends.shared.triton.rows import selected_logps
+    from rl_engine.backends.shared.triton.rows import logp_kernels
 
     kernel = autotuning.kernels()["_selected_logps_kernel"].fn
     before = compiler.source_digest(kernel)
     assert compiler.source_digest(kernel) == before
     real = compiler.inspect.getsource
-    for module in (selected_logps, logsumexp):  # the helper's module is another file
+    for module in (logp_kernels, logsumexp):  # the helper's module is another file
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
                 compiler.inspect, "getsource", lambda one, module=module: real(one) + "# edited" * (one is module)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl_engine.backends.shared.triton import autotuning
+from rl_engine.backends.shared.triton import asking
 from rl_engine.backends.shared.triton.autotuning import KernelLauncher, TunableKernel
 from rl_engine.platforms import device
 from rl_engine.platforms.tuning import events
@@ -258,7 +258,7 @@ def test_hot_launches_make_no_call_to_the_tuner(monkeypatch: pytest.MonkeyPatch)
     with new_process(MemoryStore()), autotune("on"):
         add_one(x)
         calls: list[str] = []
-        monkeypatch.setattr(autotuning, "process_autotuner", lambda: calls.append("asked"))
+        monkeypatch.setattr(asking, "process_autotuner", lambda: calls.append("asked"))
         monkeypatch.setattr(device, "identify", lambda _index: calls.append("identified"))
         for _launch in range(100):
             assert add_one(x).unique().tolist() == [1.0]

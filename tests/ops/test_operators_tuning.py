@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import random
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
-import torch
 
 from rl_engine.backends import catalog
 from rl_engine.backends.shared.triton import launch_trial
 from rl_engine.backends.shared.triton.launch_trial import LaunchTrial
-from rl_engine.backends.shared.triton.qualification import GateResult, gate
+from rl_engine.backends.shared.triton.qualification import GateResult
 from rl_engine.backends.spec import OpSpec
 from rl_engine.platforms.tuning.key import Candidate
 from rl_engine.platforms.tuning.store import FileStore, MemoryStore
 from rl_engine.runtime.policy import autotune
 from tests.support.ops_inputs import ON_GPU, Sample, assert_same, of_cases, run_sample, samples, triton_op
-from tests.support.ops_launches import Launch, library_kernels, new_process, recorded
+from tests.support.ops_launches import library_kernels, new_process
 
-# descriptors read 16 bytes at a time, which NumPy adds in an order of its own: no case takes such kernels there
-KERNELS = sorted(name for name, one in library_kernels().items() if ON_GPU or not one.declaration.descriptors)
 ADVERSARY_SEEDS = 10 if ON_GPU else 6  # of each operator: 50 and more in all
-MOST_LAUNCHES = 16 if ON_GPU else 4  # of a kernel whose candidates are compared, from all over the cases
-INTERPRETED_PROGRAMS = 80  # of a launch's candidates in all: some take half a second each
 MEASURED = ("tiny", "odd") if ON_GPU else ("tiny",)  # cases that a real clock measures: odd ones take minutes there
 DTYPE = "bfloat16" if ON_GPU else "float32"  # or the only one of an operator: measuring takes seconds a launch
-# What may happen to a candidate; other bytes may not. The interpreter has no warps, and a card only so many registers.
-EXPECTED_REJECTIONS = ("same launch as", "too many programs", "failed: OutOfResources")
 SPECS = list(catalog.specs().values())
 
 
@@ -88,69 +80,7 @@ def test_clocks_lie_to_every_operator_and_often() -> None:
     assert len(ADVERSARY) * ADVERSARY_SEEDS >= 50
 
 
-@pytest.fixture(scope="module")
-def launches() -> dict[str, list[Launch]]:
-    """Return what the declared cases launch, by kernel."""
-    found = defaultdict(list)
-    for sample in samples():
-        with recorded() as made, autotune("off"):
-            run_sample(triton_op(sample.spec.name), sample)
-        for launch in made:
-            found[launch.kernel.__name__].append(launch)
-    different = {name: list({_code(one): one for one in ones}.values()) for name, ones in found.items()}
-    return {name: ones[:: -(-len(ones) // MOST_LAUNCHES)] for name, ones in different.items()}
-
-
-def _code(launch: Launch) -> tuple[object, ...]:
-    """Return what tells the compiled code of one launch from another's: dtypes, constants, what is None."""
-    constants = {one.name for one in launch.kernel.fn.params if one.is_constexpr} if ON_GPU else set(launch.values)
-    return tuple(
-        value.dtype if isinstance(value, torch.Tensor) else value if name in constants or value is None else type(value)
-        for name, value in launch.values.items()
-    )
-
-
-@pytest.mark.xdist_group("launches")  # one process makes them
-@pytest.mark.parametrize("name", KERNELS)
-def test_every_candidate_gives_the_fixed_launchs_bytes(name: str, launches: dict[str, list[Launch]]) -> None:
-    comparisons = 0
-    for launch in launches[name]:
-        comparisons += _compared_on_a_card(launch) if ON_GPU else _compared_by_the_interpreter(launch)
-    blind = not ON_GPU and set(library_kernels()[name].declaration.neutral) == {"num_warps"}  # nothing it could see
-    assert comparisons > 0 or blind
-
-
-def _compared_on_a_card(launch: Launch) -> int:
-    trial = launch.trial()
-    try:
-        qualified = trial.qualify(launch.candidates())
-    finally:
-        trial.close()
-    unexpected = [one for one in qualified.rejections if not one.reason.startswith(EXPECTED_REJECTIONS)]
-    assert not unexpected, f"{launch.kernel.__name__}: {unexpected}"
-    return qualified.evidence.comparisons
-
-
-def _compared_by_the_interpreter(launch: Launch) -> int:
-    # the gate itself: a trial leaves out every candidate of many programs, and most have more than the fixed launch
-    distinct = {tuple(one for one in candidate.options if one[0] != "num_warps"): candidate
-                for candidate in reversed(launch.candidates())}  # fmt: skip
-    fixed = launch.candidates()[0]
-    cheapest = sorted((one for one in distinct.values() if one != fixed), key=launch.programs)
-    programs = list(itertools.accumulate(map(launch.programs, cheapest)))
-    others = cheapest[: max(1, sum(total <= INTERPRETED_PROGRAMS for total in programs))]
-    found = gate(launch.bound(), (fixed, *others), repeats=1)
-    assert not found.rejections, f"{launch.kernel.__name__}: {found.rejections}"
-    return found.comparisons
-
-
-@pytest.mark.xdist_group("launches")
-@pytest.mark.parametrize("name", KERNELS)
-def test_every_kernel_is_reached_by_a_declared_case(name: str, launches: dict[str, list[Launch]]) -> None:
-    assert launches[name], f"no case of any spec launches {name}: it is neither tested nor tuned by anything"
-
-
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", sorted(library_kernels()))
 def test_kernels_are_private_and_named_as_such(name: str) -> None:
     assert name.startswith("_")
     assert name.endswith("_kernel")

@@ -21,7 +21,7 @@ from tests.support.ops_launches import new_process, process_mode
 
 HALF = torch.bfloat16 if ON_GPU else torch.float16
 BACKENDS = {"tuned_gemm": "det_gemm", "tuned_logp": "logp"}
-SEEDS = 50 if ON_GPU else 5  # of each of the two; the interpreter takes seconds a launch
+SEEDS = 50 if ON_GPU else 3  # of each of the two; the interpreter takes seconds a launch
 BOTH = pytest.mark.parametrize("backend", BACKENDS)
 
 

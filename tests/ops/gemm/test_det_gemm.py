@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rl_engine.backends.shared.triton.gemm import launch as launching
+from rl_engine.backends.shared.triton.gemm import product
 from rl_engine.backends.shared.triton.gemm.rule import Plan
 from tests.support.ops_gemm import KINDS, gemm, pair
 from tests.support.ops_inputs import DEVICE, LAYOUTS, ON_GPU, Maker, assert_same_bytes
@@ -126,7 +127,7 @@ def test_persistent_tiles_through_descriptors_give_the_same_product(
     wanted = gemm(a, b, bias)
     for columns in (16, 64):
         forced = Plan(described=True, swapped=swapped, block_m=32, block_n=columns, block_k=16)
-        monkeypatch.setattr(launching, "plan", lambda *_args, forced=forced, **_more: forced)
+        monkeypatch.setattr(product, "plan", lambda *_args, forced=forced, **_more: forced)
         with recorded() as launches:
             found = gemm(a, b, bias)
         assert [one.kernel.__name__ for one in launches] == ["_gemm_persistent_kernel"]

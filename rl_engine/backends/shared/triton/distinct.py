@@ -243,8 +243,8 @@ class LaunchSite:
         return sum(math.prod(one.axes) for one in self.launches(candidate))
 
 
-def _interpreted(launch: Prepared) -> tuple[str, tuple[int, ...], list[tuple[str, Any]]]:
-    """Return what the interpreter would run."""
+def _interpreted(launch: Prepared) -> tuple[int, tuple[int, ...], list[tuple[str, Any]]]:
+    """Return what the interpreter would run: a kernel, here by identity, its programs and scalars."""
     scalars = {name: value for name, value in launch.values.items() if not hasattr(value, "data_ptr")}
     options = {name: value for name, value in launch.options.items() if name not in _NOT_INTERPRETED}
-    return launch.jitted.__name__, launch.axes, sorted({**scalars, **options}.items())
+    return id(launch.jitted), launch.axes, sorted({**scalars, **options}.items())

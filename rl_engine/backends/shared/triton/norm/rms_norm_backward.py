@@ -87,7 +87,9 @@ def _fixed_leaves(sizes: Mapping[str, Any], identity: DeviceIdentity) -> dict[st
 
 
 def _admits_leaves(sizes: Mapping[str, Any], launch: Mapping[str, int]) -> bool:
-    return 1 <= launch["BLOCK"] * sizes["LEAVES"] // (32 * launch["num_warps"]) <= 8
+    """Let through 1 to 8 elements a thread, of columns that there are."""
+    per_thread = launch["BLOCK"] * sizes["LEAVES"] // (32 * launch["num_warps"])
+    return 1 <= per_thread <= 8 and launch["BLOCK"] <= max(64, power_of_two(sizes["N_COLS"]))
 
 
 def _fixed_fold(sizes: Mapping[str, Any], _device: DeviceIdentity) -> dict[str, int]:

@@ -1,0 +1,126 @@
+"""Every candidate of every kernel gives the fixed launch's bytes: over dtypes and inputs that would show a difference.
+
+``pytest tests/ops/test_autotuning_candidates.py`` qualifies a card and a compiler. A candidate that the card cannot run
+is no failure; what was compared, and what fell out and why, stands in the report of ``--junit-xml``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from rl_engine.backends import catalog
+from rl_engine.backends.shared.triton.qualification import gate
+from rl_engine.platforms.tuning.trial import Rejection
+from rl_engine.runtime.policy import autotune
+from tests.support.ops_families import FAMILIES, of_family
+from tests.support.ops_inputs import ON_GPU, run_sample, samples, triton_op
+from tests.support.ops_launches import Launch, library_kernels, recorded
+
+catalog.load()
+# descriptors read 16 bytes at a time, which NumPy adds in an order of its own: no case takes such kernels there
+KERNELS = sorted(name for name, one in library_kernels().items() if ON_GPU or not one.declaration.descriptors)
+DTYPES = ("bfloat16", "float16", "float32") if ON_GPU else ("float32",)
+TRIED = tuple(FAMILIES) if ON_GPU else ("cancelling",)  # the interpreter takes a minute for each
+MOST_LAUNCHES = 8 if ON_GPU else 3  # of a kernel, from all over the cases
+INTERPRETED_PROGRAMS = 50  # of a launch's candidates in all: some take half a second each
+REPEATS = 20
+MATRIX = 4096  # of the products that keep another stream busy: 0.2 ms each on an H200
+# What may happen to a candidate; other bytes may not. A card has only so many registers and so much shared memory.
+EXPECTED_REJECTIONS = ("same launch as", "failed: OutOfResources")
+
+
+@functools.cache
+def _launches(family: str, dtype: str) -> dict[str, list[Launch]]:
+    """Return what the declared cases launch, by kernel; operators of one dtype alone count to every dtype."""
+    found = defaultdict(list)
+    for sample in samples(lambda one: one.dtype == dtype or dtype not in one.spec.dtypes):
+        with recorded() as made, autotune("off"):
+            run_sample(triton_op(sample.spec.name), sample, of_family(sample.inputs(), family))
+        for launch in made:
+            found[launch.kernel.__name__].append(launch)
+    different = {name: list({_code(one): one for one in ones}.values()) for name, ones in found.items()}
+    return {name: _some(ones) for name, ones in different.items()}
+
+
+def _some(launches: list[Launch]) -> list[Launch]:
+    """Return a few launches from all over the cases, the one with the most candidates among them."""
+    widest = max(launches, key=lambda one: len(one.candidates()))
+    chosen = launches[:: -(-len(launches) // MOST_LAUNCHES)]
+    return chosen if any(one is widest for one in chosen) else [*chosen, widest]
+
+
+def _code(launch: Launch) -> tuple[object, ...]:
+    """Return what tells the compiled code of one launch from another's: dtypes, constants, what is None."""
+    constants = {one.name for one in launch.kernel.fn.params if one.is_constexpr} if ON_GPU else set(launch.values)
+    return tuple(
+        value.dtype if isinstance(value, torch.Tensor) else value if name in constants or value is None else type(value)
+        for name, value in launch.values.items()
+    )
+
+
+@contextlib.contextmanager
+def _busy_stream() -> Iterator[None]:
+    """Keep the card busy from another stream, so that programs start and end in other orders."""
+    if not ON_GPU:
+        yield
+        return
+    stream, matrix = torch.cuda.Stream(), torch.randn(MATRIX, MATRIX, device="cuda", dtype=torch.bfloat16)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _product in range(200):
+            torch.mm(matrix, matrix)
+    yield
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+@pytest.mark.parametrize("family", TRIED)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_candidate_gives_the_fixed_launchs_bytes(
+    kernel: str, dtype: str, family: str, record_property: Callable[[str, object], None]
+) -> None:
+    launches = _launches(family, dtype).get(kernel, [])
+    if not launches:
+        assert any(_launches(family, other).get(kernel) for other in DTYPES), "no case of any spec launches it"
+        return
+    comparisons, fallen = 0, []
+    with _busy_stream():
+        for launch in launches:
+            count, rejections = _on_a_card(launch) if ON_GPU else _by_the_interpreter(launch)
+            comparisons += count
+            fallen += rejections
+    record_property("comparisons", comparisons)
+    record_property("fell out", "; ".join(map(_text, fallen)))
+    unexpected = [_text(one) for one in fallen if not one.reason.startswith(EXPECTED_REJECTIONS)]
+    assert not unexpected
+    blind = not ON_GPU and set(library_kernels()[kernel].declaration.neutral) == {"num_warps"}  # nothing it could see
+    assert comparisons > 0 or blind
+
+
+def _text(rejection: Rejection) -> str:
+    return f"{rejection.candidate}: {rejection.reason}"
+
+
+def _on_a_card(launch: Launch) -> tuple[int, list[Rejection]]:
+    distinct = launch.site().distinct(launch.candidates())
+    found = gate(launch.bound(), distinct.kept, repeats=REPEATS)
+    return found.comparisons, [*distinct.rejections, *found.rejections]
+
+
+def _by_the_interpreter(launch: Launch) -> tuple[int, list[Rejection]]:
+    # without warps, and the cheapest: most candidates have many more programs than the fixed launch
+    distinct = {tuple(one for one in candidate.options if one[0] != "num_warps"): candidate
+                for candidate in reversed(launch.candidates())}  # fmt: skip
+    fixed = launch.candidates()[0]
+    cheapest = sorted((one for one in distinct.values() if one != fixed), key=launch.programs)
+    programs = list(itertools.accumulate(map(launch.programs, cheapest)))
+    others = cheapest[: max(1, sum(total <= INTERPRETED_PROGRAMS for total in programs))]
+    found = gate(launch.bound(), (fixed, *others), repeats=1)
+    return found.comparisons, list(found.rejections)
