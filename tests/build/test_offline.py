@@ -35,8 +35,8 @@ SPECIALISATIONS = {
     "odd-strides": Specialisation(aligned=True, integers="odd"),
     "ones": Specialisation(aligned=True, integers="one"),
 }
-MOST_CANDIDATES = 6
-MOST_LAUNCHES = 2  # of a kernel for other cards, dtypes and assumptions; for sm_90 and its narrowest dtype all of them
+MOST_CANDIDATES = 4
+MOST_LAUNCHES = 1  # of a kernel for other cards, dtypes and assumptions; for sm_90 and its narrowest dtype all of them
 JOBS = 2
 
 
@@ -146,9 +146,8 @@ def test_one_bit_class_whatever_the_compiler_may_assume_of_addresses_and_integer
 def test_one_bit_class_on_other_cards_too(
     target: str, kernel: str, launches: dict[tuple[str, str, str], list[Offline]]
 ) -> None:
-    found = _taken(launches, target, kernel)[:1]
-    for assumed in ("unaligned", "ones"):  # nothing may be assumed, or the most
-        assert _all_problems(found, TARGETS[target], SPECIALISATIONS[assumed], found) == []
+    found = _taken(launches, target, kernel)[:1]  # nothing may be assumed of it
+    assert _all_problems(found, TARGETS[target], SPECIALISATIONS["unaligned"], found) == []
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

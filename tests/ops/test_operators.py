@@ -197,7 +197,9 @@ SPECIAL = [math.nan, math.inf, -math.inf, -0.0, 1e-40, 65504.0]
 
 
 @pytest.mark.parametrize("value", [*SPECIAL, -65504.0] if ON_GPU else SPECIAL)
-@pytest.mark.parametrize("sample", samples(of_cases("odd")), ids=str)
+@pytest.mark.parametrize(
+    "sample", samples(lambda one: one.case.name == "odd" and (ON_GPU or one.dtype == "float32")), ids=str
+)
 def test_special_values_come_out_as_from_the_reference(sample: Sample, value: float) -> None:
     inputs = sample.inputs()
     for argument in range(len(inputs.args)):
