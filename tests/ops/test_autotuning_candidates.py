@@ -90,18 +90,24 @@ def test_every_candidate_gives_the_fixed_launchs_bytes(
     if not launches:
         assert any(_launches(family, other).get(kernel) for other in DTYPES), "no case of any spec launches it"
         return
-    comparisons, fallen = 0, []
     with _busy_stream():
-        for launch in launches:
-            count, rejections = _on_a_card(launch) if ON_GPU else _by_the_interpreter(launch)
-            comparisons += count
-            fallen += rejections
+        comparisons, fallen = compared(kernel, launches)
     record_property("comparisons", comparisons)
     record_property("fell out", "; ".join(map(_text, fallen)))
+
+
+def compared(kernel: str, launches: list[Launch]) -> tuple[int, list[Rejection]]:
+    """Compare every candidate of some launches; fail where one gives other bytes, or where nothing was compared."""
+    comparisons, fallen = 0, []
+    for launch in launches:
+        count, rejections = _on_a_card(launch) if ON_GPU else _by_the_interpreter(launch)
+        comparisons += count
+        fallen += rejections
     unexpected = [_text(one) for one in fallen if not one.reason.startswith(EXPECTED_REJECTIONS)]
     assert not unexpected
     blind = not ON_GPU and set(library_kernels()[kernel].declaration.neutral) == {"num_warps"}  # nothing it could see
     assert comparisons > 0 or blind
+    return comparisons, fallen
 
 
 def _text(rejection: Rejection) -> str:
