@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch.autograd.function import once_differentiable
 
+from rl_engine.backends.reference.accumulate import AddInto
 from rl_engine.backends.reference.dtypes import require_float, wide
 from rl_engine.backends.reference.token_ids import require_ids, validate_ids
 from rl_engine.backends.spec import Case, InputMaker, Inputs, Tolerance, Traffic, operator
@@ -65,21 +63,6 @@ def _check_accumulator(into: torch.Tensor, weight: torch.Tensor) -> None:
         )
     if into.requires_grad:
         raise ValueError("embedding: accumulate_into requires a gradient; pass its .detach()")
-
-
-class _AddInto(torch.autograd.Function):
-    """The identity, whose gradient is added to a tensor and goes no further."""
-
-    @staticmethod
-    def forward(ctx: Any, table: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
-        ctx.into = into  # not saved: a saved tensor must not change, and every backward changes this one
-        return table.view_as(table)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None]:
-        ctx.into.add_(gradient)
-        return None, None
 
 
 @operator(
@@ -146,7 +129,7 @@ def embedding(
     # wide before the lookup: PyTorch sums repeated rows in the table's dtype, and bf16 stops growing at 256
     table = wide(weight)
     if accumulate_into is not None:
-        table = _AddInto.apply(table, accumulate_into)  # type: ignore[no-untyped-call]  # torch
+        table = AddInto.apply(table, accumulate_into)  # type: ignore[no-untyped-call]  # torch
     inside = (token_ids >= 0) & (token_ids < vocab)
     rows = table[torch.where(inside, token_ids, 0).long()] * scale
     rows = torch.where((token_ids == padding).unsqueeze(-1), rows.detach(), rows)

@@ -6,8 +6,8 @@ import itertools
 from typing import Any, Literal, get_args
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from rl_engine.backends.reference.accumulate import AddInto
 from rl_engine.backends.reference.dtypes import require_float, wide
 from rl_engine.backends.spec import Case, InputMaker, Inputs, Tolerance, Traffic, operator
 
@@ -104,21 +104,6 @@ def _check_accumulator(into: torch.Tensor, b: torch.Tensor) -> None:
         raise ValueError("det_gemm: accumulate_into requires a gradient; pass its .detach()")
 
 
-class _AddInto(torch.autograd.Function):
-    """The identity, whose gradient is added to a tensor and goes no further."""
-
-    @staticmethod
-    def forward(ctx: Any, b: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
-        ctx.into = into  # not saved: a saved tensor must not change, and every backward changes this one
-        return b.view_as(b)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None]:
-        ctx.into.add_(gradient)
-        return None, None
-
-
 @operator(
     "det_gemm",
     family="gemm",
@@ -192,7 +177,7 @@ def det_gemm(
     check_det_gemm(a, b, bias, offsets, out_dtype, input_precision, accumulate_into)
     x, y = wide(a), wide(b)
     if accumulate_into is not None:
-        y = _AddInto.apply(y, accumulate_into)  # type: ignore[no-untyped-call]  # torch
+        y = AddInto.apply(y, accumulate_into)  # type: ignore[no-untyped-call]  # torch
     out = x @ y if offsets is None else _segments(x, y, offsets)
     out = out if bias is None else out + wide(bias)
     # fp64 stays fp64: the ground truth of an fp32 result

@@ -20,6 +20,14 @@ _LOW, _WIDE = -(2**31), 2**31 - 1  # Triton passes integers outside as 64 bits: 
 _WIDEST = 2**63 - 1  # and larger ones unsigned: yet another
 
 
+def tensor_parts(name: str, tensor: Any) -> dict[str, Part]:
+    """Return the key parts of an argument that is a tensor or None: what a compiler may know of it."""
+    return {
+        f"launch.{name}.dtype": None if tensor is None else str(tensor.dtype).removeprefix("torch."),
+        f"launch.{name}.aligned": None if tensor is None else tensor.data_ptr() % 16 == 0,
+    }
+
+
 @dataclass(frozen=True)
 class Signature:
     """What a kernel's launcher passes, in kernel order, without the parameters that are tuned.
@@ -55,9 +63,7 @@ class Signature:
         """Return the key parts of a launch, named after its arguments."""
         found: dict[str, Part] = {}
         for name in self.pointers:
-            tensor = values[name]
-            found[f"launch.{name}.dtype"] = None if tensor is None else str(tensor.dtype).removeprefix("torch.")
-            found[f"launch.{name}.aligned"] = None if tensor is None else tensor.data_ptr() % 16 == 0
+            found |= tensor_parts(name, values[name])
         for name in self.dynamic:
             found[BUCKET + name] = bucket(values[name])
             found[f"launch.{name}.wide"] = values[name] > _WIDE

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from rl_engine.backends.shared.triton.asking import Question, answers, ask
 from rl_engine.backends.shared.triton.autotuning import may_measure
 from rl_engine.backends.shared.triton.descriptors import describable, lies_transposed
-from rl_engine.backends.shared.triton.distinct import Failures
+from rl_engine.backends.shared.triton.distinct import Failures, Ready
 from rl_engine.backends.shared.triton.gemm.launch import identify, multiply_as, ready, turned
 from rl_engine.backends.shared.triton.gemm.persistent import persistent
 from rl_engine.backends.shared.triton.gemm.rule import Precision, plan
 from rl_engine.backends.shared.triton.gemm.space import Choice, Sizes, chosen_by_rule, space
 from rl_engine.backends.shared.triton.gemm.tiles import tiles
 from rl_engine.backends.shared.triton.qualification import BoundLaunch
+from rl_engine.backends.shared.triton.signature import tensor_parts
 from rl_engine.platforms.tuning.key import BUCKET, Candidate, Part, bucket
 from rl_engine.runtime.policy import launch_policy
 
@@ -107,7 +108,7 @@ def _choice(
     return choice
 
 
-def _ready(candidate: Candidate, tensors: Mapping[str, Any]) -> Any:
+def _ready(candidate: Candidate, tensors: Mapping[str, Any]) -> Ready:
     a, b, out, bias, start = tensors.values()
     return ready(Choice.of(candidate).plan, a, b, out, "half", bias=bias, start=start)
 
@@ -128,12 +129,11 @@ def _in_place(tensors: Mapping[str, torch.Tensor | None]) -> bool:
 
 
 def _parts(tensors: Mapping[str, torch.Tensor | None], lengths: Mapping[str, int], changing: Axis) -> dict[str, Part]:
-    """Return the key parts of a product; the length that changes is a bucket, and its strides stay out of the key."""
+    """Return the key parts of a product; the length that changes is a bucket."""
     found: dict[str, Part] = {"launch.changing": changing, "launch.in_place": _in_place(tensors)}
     for name, length in lengths.items():
         found[f"{BUCKET if name == changing else 'launch.'}{name}"] = length
     for name, tensor in tensors.items():
-        found[f"launch.{name}.dtype"] = None if tensor is None else str(tensor.dtype).removeprefix("torch.")
+        found |= tensor_parts(name, tensor)
         found[f"launch.{name}.strides"] = None if tensor is None else str(tensor.stride())
-        found[f"launch.{name}.aligned"] = None if tensor is None else tensor.data_ptr() % 16 == 0
     return found

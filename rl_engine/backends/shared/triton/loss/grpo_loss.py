@@ -65,6 +65,22 @@ def loss_options(
     )
 
 
+def divisor_and_terms(
+    normalizer: torch.Tensor | None,
+    low: float,
+    high: float,
+    beta: float,
+    dual: float,
+    divisor: float,
+    surrogate: int,
+    kl: int,
+    aggregation: int,
+) -> tuple[kernels.Divisor, kernels.Terms]:
+    """Return the numbers of `loss_options`, and a normalizer on the device, as the kernels take them."""
+    terms = kernels.Terms(low, high, dual, beta, surrogate, kl)
+    return kernels.Divisor(aggregation, normalizer, divisor), terms
+
+
 def loss_and_gradient(
     logps: torch.Tensor,
     old: torch.Tensor | None,
@@ -89,8 +105,7 @@ def loss_and_gradient(
         return loss, policy_loss, divergence, dlogps, weight
     loss, policy_loss, divergence, weight = kernels.losses(
         Batch.of(logps, old, ref, advantages, mask),
-        kernels.Divisor(aggregation, normalizer, divisor),
-        kernels.Terms(low, high, dual, beta, surrogate, kl),
+        *divisor_and_terms(normalizer, low, high, beta, dual, divisor, surrogate, kl, aggregation),
         dlogps if gradient else None,
     )
     return loss, policy_loss, divergence, dlogps, weight

@@ -15,8 +15,7 @@ from rl_engine.backends.shared.triton.autotuning import pin_autotune, pinned_bac
 from rl_engine.backends.shared.triton.compiler import unavailable
 from rl_engine.backends.shared.triton.graph import differentiate, empty_like, graph_operator
 from rl_engine.backends.shared.triton.loss.grpo_in_place import loss_in_place, may_overwrite, rescale
-from rl_engine.backends.shared.triton.loss.grpo_kernels import Divisor, Terms
-from rl_engine.backends.shared.triton.loss.grpo_loss import loss_and_gradient, loss_options
+from rl_engine.backends.shared.triton.loss.grpo_loss import divisor_and_terms, loss_and_gradient, loss_options
 from rl_engine.backends.shared.triton.rows.logits_gradient import logits_gradient
 from rl_engine.backends.shared.triton.rows.selected_logps import selected_logps
 from rl_engine.backends.spec import implements
@@ -68,22 +67,14 @@ def _forward_in_place(
     mask: torch.Tensor,
     normalizer: torch.Tensor | None,
     temperature: float,
-    low: float,
-    high: float,
-    beta: float,
-    dual: float,
-    divisor: float,
-    surrogate: int,
-    kl: int,
-    aggregation: int,
-    _gradient: bool,
+    *options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return loss, policy loss, KL; the gradient by the logits lies in them."""
+    """Return loss, policy loss, KL of `_forward`'s arguments; the gradient by the logits lies in them."""
     if ref_logits is not None:
         ref_logps = selected_logps(ref_logits, action_ids, mask=mask, temperature=temperature).logps
     return loss_in_place(
         policy_logits, action_ids, old, ref_logps, advantages, mask, temperature,
-        Divisor(aggregation, normalizer, divisor), Terms(low, high, dual, beta, surrogate, kl),
+        *divisor_and_terms(normalizer, *options[:-1]),
     )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from rl_engine.backends.shared.triton.operands import power_of_two
 from rl_engine.backends.shared.triton.primitives.logsumexp import CHUNK
 from rl_engine.backends.shared.triton.qualification import BoundLaunch
 from rl_engine.backends.shared.triton.rows import logp_kernels as kernels
+from rl_engine.backends.shared.triton.signature import tensor_parts
 from rl_engine.platforms import device
 from rl_engine.platforms.tuning.key import BUCKET, Candidate, Part, bucket
 from rl_engine.runtime.policy import launch_policy
@@ -175,8 +176,7 @@ def _way(call: _Call) -> Candidate | None:
         return _answers[key]
     parts = dict(facts)
     for name, tensor in tensors.items():
-        parts[f"launch.{name}.dtype"] = None if tensor is None else str(tensor.dtype).removeprefix("torch.")
-        parts[f"launch.{name}.aligned"] = None if tensor is None else tensor.data_ptr() % 16 == 0
+        parts |= tensor_parts(name, tensor)
     question = Question(
         name=policy.backend,
         jitted=tuple(one.fn for one in (kernels.by_rows, kernels.by_chunks, kernels.merged)),
