@@ -9,25 +9,22 @@ hand into reasons.json of the report's folder, {"preset phase": "why"}: only wha
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import io
-import json
 import textwrap
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks import report_files
 from benchmarks.gemm.rows import FLOPS_PER_US, NAIVE, PEERS, ROWS_FILE, Kind, Results, Row
 from benchmarks.operators.targets import BYTES_PER_US, SAMPLES
 from benchmarks.training.history import replace_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
 COMMAND = textwrap.dedent((__doc__ or "").split("\n\n")[1])
-ENVIRONMENT_FILE = "environment.json"
-REASONS_FILE = "reasons.json"
 PROMISED = (1.0, 0.85, 2.0, 1.1)  # of `Results.means`, in its order; the last one is a most
 _HEADINGS: dict[Kind, str] = {"training": "Training sizes", "decode": "Decode sizes", "depth": "Depths"}
 _COLOURS = {"torch.mm": "#7a7a7a", "compile": "#d98b1f", "tile 128x128x64": "#b03a3a", "tile 128x256x64": "#7a3ab0"}
@@ -168,23 +165,15 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 def write(runs: Path, out: Path) -> None:
     """Write the report on ``runs`` into ``out``."""
-    results = Results.read(runs / ROWS_FILE)
-    environment = json.loads((runs / ENVIRONMENT_FILE).read_bytes())
-    out.mkdir(parents=True, exist_ok=True)
-    reasons = json.loads((out / REASONS_FILE).read_bytes()) if (out / REASONS_FILE).exists() else {}
-    for name, content in (("summary.json", summary(results, reasons)), (ENVIRONMENT_FILE, environment)):
-        (out / name).write_text(json.dumps(content, indent=1) + "\n")
-    (out / "README.md").write_text(readme(results, environment, reasons))
+    results, where, reasons = Results.read(runs / ROWS_FILE), report_files.environment(runs), report_files.reasons(out)
+    text = readme(results, where, reasons)
+    report_files.write_report(out, readme=text, summary=summary(results, reasons), where=where)
     draw(results.rows, out / "ratios.png")
 
 
 def main() -> None:
     """Write README.md, summary.json, environment.json and the figure into the report's folder."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, required=True, help="folder of benchmarks.gemm.run")
-    parser.add_argument("--out", type=Path, required=True, help="the report's folder")
-    options = parser.parse_args()
-    write(options.runs, options.out)
+    report_files.main(__doc__, "benchmarks.gemm.run", write)
 
 
 if __name__ == "__main__":

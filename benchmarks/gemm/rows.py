@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 from benchmarks.operators.targets import BYTES_PER_US, PHASES, Phase
-from benchmarks.training.history import replace_bytes
+from benchmarks.report_files import read_rows, write_rows
 from rl_engine.backends import catalog
 
 if TYPE_CHECKING:
@@ -174,15 +173,12 @@ class Results:
 
     def write(self, path: Path) -> None:
         """Write everything as JSON, in place of what stood at ``path``."""
-        replace_bytes(path, json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1).encode())
+        write_rows(path, self, SCHEMA)
 
     @classmethod
     def read(cls, path: Path) -> Results:
         """Read results; raises ValueError for those of another schema."""
-        fields: dict[str, Any] = json.loads(path.read_bytes())
-        schema = fields.pop("schema", None)
-        if schema != SCHEMA:
-            raise ValueError(f"{path}: schema {schema}, this code reads {SCHEMA}; run the benchmark again")
+        fields = read_rows(path, SCHEMA)
         fields["rows"] = [Row(**{**row, "spread_us": tuple(row["spread_us"])}) for row in fields["rows"]]
         return cls(**fields)
 

@@ -29,6 +29,7 @@ from benchmarks.gemm.operands import sets_needed, steps
 from benchmarks.gemm.rows import PEERS, ROWS_FILE, TARGETS_US, Product, Results, Row, products
 from benchmarks.operators.targets import SAMPLES
 from benchmarks.operators.timing import brief, release, side_stream
+from benchmarks.report_files import ENVIRONMENT_FILE
 from rl_engine.platforms.autotuner import PersistentAutotuner, installed
 from rl_engine.platforms.tuning.store import MemoryStore
 from rl_engine.platforms.tuning.timer import GraphTimer
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from rl_engine.platforms.tuning.timer import Timer
 
 COMMAND = textwrap.dedent((__doc__ or "").split("\n\n")[1])
-ENVIRONMENT_FILE = "environment.json"
 _SEED = 1234
 _TUNER_S = 600.0  # what the tuner may spend: here its choice is of interest, not its patience
 _SEARCH_SHARE = 0.6  # of the time budget, after which no product is searched any more

@@ -8,23 +8,21 @@ README.md, summary.json, environment.json and the figure are written from the ru
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import io
-import json
 import textwrap
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks import report_files
 from benchmarks.launch.rows import PATHS, RESULTS_FILE, Results
 from benchmarks.training.history import replace_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from pathlib import Path
 
 COMMAND = textwrap.dedent((__doc__ or "").split("\n\n")[1])
-ENVIRONMENT_FILE = "environment.json"
 PLAN_SHARES = {4: 0.55, 10: 0.5, 20: 0.5}  # of Triton's own launch, by arguments
 OFF_US = 1.0  # above Triton's own launch
 LIGER_TIMES = 5.0
@@ -167,23 +165,16 @@ def draw(results: Results, path: Path) -> None:
 
 def write(runs: Path, out: Path) -> None:
     """Write the report on ``runs`` into ``out``."""
-    results = Results.read(runs / RESULTS_FILE)
-    environment = json.loads((runs / ENVIRONMENT_FILE).read_bytes())
-    out.mkdir(parents=True, exist_ok=True)
+    results, where = Results.read(runs / RESULTS_FILE), report_files.environment(runs)
     claimed = [{**asdict(one), "held": one.held} for one in claims(results)]
-    for name, content in (("summary.json", {**asdict(results), "claims": claimed}), (ENVIRONMENT_FILE, environment)):
-        (out / name).write_text(json.dumps(content, indent=1) + "\n")
-    (out / "README.md").write_text(readme(results, environment))
+    text = readme(results, where)
+    report_files.write_report(out, readme=text, summary={**asdict(results), "claims": claimed}, where=where)
     draw(results, out / "launches.png")
 
 
 def main() -> None:
     """Write README.md, summary.json, environment.json and the figure into the report's folder."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, required=True, help="folder of benchmarks.launch.run")
-    parser.add_argument("--out", type=Path, required=True, help="the report's folder")
-    options = parser.parse_args()
-    write(options.runs, options.out)
+    report_files.main(__doc__, "benchmarks.launch.run", write)
 
 
 if __name__ == "__main__":

@@ -21,11 +21,11 @@ import torch
 from benchmarks import provenance
 from benchmarks.launch import measure
 from benchmarks.launch.rows import RESULTS_FILE, Results
+from benchmarks.report_files import ENVIRONMENT_FILE
 from rl_engine.platforms.autotuner import PersistentAutotuner, installed
 from rl_engine.platforms.tuning.store import MemoryStore
 
 COMMAND = textwrap.dedent((__doc__ or "").split("\n\n")[1])
-ENVIRONMENT_FILE = "environment.json"
 PARTS = ("launches", "operators", "training")
 _BUDGET_S = 600.0  # of measuring candidates: an operator whose launches are not settled has no plan
 

@@ -9,24 +9,21 @@ hand into reasons.json of the report's folder, {"operator preset phase": "why"}:
 
 from __future__ import annotations
 
-import argparse
-import json
 import textwrap
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks import report_files
 from benchmarks.operators import figures
 from benchmarks.operators.rows import PEERS, ROWS_FILE, Results, Row
 from benchmarks.operators.targets import BYTES_PER_US, KERNEL_US, SAMPLES, is_throughput
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
 
 COMMAND = textwrap.dedent((__doc__ or "").split("\n\n")[1])
-ENVIRONMENT_FILE = "environment.json"
 
-REASONS_FILE = "reasons.json"
 
 _PEER_NAMES = {"eager": "torch eager", "compile": "torch.compile", "liger": "Liger"}
 
@@ -179,23 +176,15 @@ def _limits(rows: Sequence[Row]) -> str:
 
 def write(runs: Path, out: Path) -> None:
     """Write the report on ``runs`` into ``out``."""
-    results = Results.read(runs / ROWS_FILE)
-    environment = json.loads((runs / ENVIRONMENT_FILE).read_bytes())
-    out.mkdir(parents=True, exist_ok=True)
-    reasons = json.loads((out / REASONS_FILE).read_bytes()) if (out / REASONS_FILE).exists() else {}
-    for name, content in (("summary.json", summary(results, reasons)), (ENVIRONMENT_FILE, environment)):
-        (out / name).write_text(json.dumps(content, indent=1) + "\n")
-    (out / "README.md").write_text(readme(results, environment, reasons))
+    results, where, reasons = Results.read(runs / ROWS_FILE), report_files.environment(runs), report_files.reasons(out)
+    text = readme(results, where, reasons)
+    report_files.write_report(out, readme=text, summary=summary(results, reasons), where=where)
     figures.draw_shares([row for row in results.rows if is_throughput(row.preset)], out / "shares.png")
 
 
 def main() -> None:
     """Write README.md, summary.json, environment.json and the figure into the report's folder."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, required=True, help="folder of benchmarks.operators.run")
-    parser.add_argument("--out", type=Path, required=True, help="the report's folder")
-    options = parser.parse_args()
-    write(options.runs, options.out)
+    report_files.main(__doc__, "benchmarks.operators.run", write)
 
 
 if __name__ == "__main__":

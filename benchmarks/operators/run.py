@@ -29,6 +29,7 @@ from benchmarks.operators.naive import naive_launches
 from benchmarks.operators.rows import PEERS, ROWS_FILE, Results, Row, Timed, Times, make_row
 from benchmarks.operators.targets import PHASES, Phase, is_throughput, phases
 from benchmarks.operators.timing import Contender, Sampled, brief, count_kernels, release, side_stream, time_in_turns
+from benchmarks.report_files import ENVIRONMENT_FILE
 from rl_engine.backends import catalog
 from rl_engine.backends.shared.triton import autotuning
 from rl_engine.runtime.policy import autotune
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from rl_engine.backends.spec import Case, Inputs, OpSpec
 
 COMMAND = textwrap.dedent((__doc__ or "").split("\n\n")[1])
-ENVIRONMENT_FILE = "environment.json"
 _OURS, _NAIVE = "ours", "naive"
 _REPEATS = 16  # launches of a decode size that follow each other
 _WRONG = 0.02  # a peer that is further from our output, by its largest value, computes something else; bf16 rounds 0.4%

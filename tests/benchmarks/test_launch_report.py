@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from benchmarks import report_files
 from benchmarks.launch import report
 from benchmarks.launch.rows import RESULTS_FILE, LaunchRow, OperatorRow, Results, TrainingRow
 from benchmarks.provenance import ROOT
@@ -55,7 +56,7 @@ def test_a_report_is_written_from_a_run(tmp_path):
     results.training[1] = TrainingRow("on", 16.4, "b" * 64)
     results.write(tmp_path / RESULTS_FILE)
     assert Results.read(tmp_path / RESULTS_FILE) == results
-    (tmp_path / report.ENVIRONMENT_FILE).write_text(json.dumps(ENVIRONMENT))
+    (tmp_path / report_files.ENVIRONMENT_FILE).write_text(json.dumps(ENVIRONMENT))
     report.write(tmp_path, tmp_path / "out")
     assert {one.name for one in (tmp_path / "out").iterdir()} == {
         "README.md", "summary.json", "environment.json", "launches.png",

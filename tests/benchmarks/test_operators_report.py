@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from benchmarks import report_files
 from benchmarks.operators import report
 from benchmarks.operators.rows import Results
 from benchmarks.operators.targets import TARGETS_US
@@ -55,7 +56,7 @@ def test_a_reason_is_not_shown_where_nothing_needs_one():
 
 
 def test_the_reports_reasons_are_of_rows_that_exist():
-    path = ROOT / "reports" / "experiments" / "h200_operators" / report.REASONS_FILE
+    path = ROOT / "reports" / "experiments" / "h200_operators" / report_files.REASONS_FILE
     known = {f"{operator} {preset} {phase}" for (operator, preset), aimed in TARGETS_US.items() for phase in aimed}
     assert json.loads(path.read_bytes()).keys() <= known
 
@@ -67,7 +68,7 @@ def test_a_report_is_written_from_a_run(tmp_path):
     Results([planted(), planted(preset="small")]).write(runs / "rows.json")
     (runs / "environment.json").write_text(json.dumps(ENVIRONMENT))
     out.mkdir()
-    (out / report.REASONS_FILE).write_text(json.dumps({"rms_norm small fwd": "It waits."}))
+    (out / report_files.REASONS_FILE).write_text(json.dumps({"rms_norm small fwd": "It waits."}))
     report.write(runs, out)
     assert {path.name for path in out.iterdir()} == {
         "README.md",
