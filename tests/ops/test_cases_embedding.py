@@ -226,6 +226,11 @@ def test_rows_are_copied_bit_for_bit(embedding: Embedding) -> None:
     assert_same_bytes(embedding(ids_of(0, 0), weight), weight.expand(2, -1).contiguous(), "y")
 
 
+def _moved(one: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the tests' device, with its strides: a move alone makes an expanded one whole."""
+    return one.detach().to(DEVICE).as_strided(one.shape, one.stride()).requires_grad_(one.requires_grad)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -242,10 +247,7 @@ def test_rows_are_copied_bit_for_bit(embedding: Embedding) -> None:
 def test_options_that_do_not_fit_are_refused(
     embedding: Embedding, options: dict, error: type[Exception], message: str
 ) -> None:
-    moved = {
-        name: one.detach().to(DEVICE).requires_grad_(one.requires_grad) if isinstance(one, torch.Tensor) else one
-        for name, one in options.items()
-    }
+    moved = {name: _moved(one) if isinstance(one, torch.Tensor) else one for name, one in options.items()}
     with pytest.raises(error, match=f"^embedding: .*{message}"):
         embedding(ids_of(0, 1), torch.zeros(3, 8, device=DEVICE), **moved)
 

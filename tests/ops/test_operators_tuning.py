@@ -49,7 +49,8 @@ def test_off_measured_remembered_and_replayed_launches_give_the_same_bytes(sampl
             assert {one.source for one in tuner.report().selections} == {"disk"}
 
 
-ADVERSARY = samples(lambda one: one.case.name == "tiny" and one.dtype == "float32")
+# a card admits one launch alone of the tiny matrix product
+ADVERSARY = samples(lambda one: one.case.name == ("odd" if ON_GPU else "tiny") and one.dtype == "float32")
 
 
 @pytest.mark.parametrize("sample", ADVERSARY, ids=str)

@@ -58,6 +58,7 @@ class FakeCompiler:
         monkeypatch.setattr(distinct, "bit_class", lambda _compiled: None)
         monkeypatch.setattr(distinct, "together", lambda classes: next(iter(classes)))  # as interpreted: none
         monkeypatch.setattr(LaunchSite, "_compiled", self._as_on_a_card)
+        monkeypatch.setattr(LaunchSite, "keeps", lambda _site, _fixed, bits: not bits)
 
     def count(self, **options: int) -> int:
         """Return how often candidates with these options were compiled."""

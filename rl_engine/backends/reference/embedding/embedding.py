@@ -131,6 +131,8 @@ def embedding(
     if accumulate_into is not None:
         table = AddInto.apply(table, accumulate_into)  # type: ignore[no-untyped-call]  # torch
     inside = (token_ids >= 0) & (token_ids < vocab)
-    rows = table[torch.where(inside, token_ids, 0).long()] * scale
+    rows = table[torch.where(inside, token_ids, 0).long()]
+    if scale != 1.0:  # a product, even by 1, gives NaN the bits of the device's own
+        rows = rows * scale
     rows = torch.where((token_ids == padding).unsqueeze(-1), rows.detach(), rows)
     return torch.where(inside.unsqueeze(-1), rows, float("nan")).to(weight.dtype)

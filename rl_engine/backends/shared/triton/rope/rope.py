@@ -80,13 +80,15 @@ def _frequencies(frequency_ptr, THETA: tl.constexpr, HALF: tl.constexpr, LANES: 
     """Return fp32 angles of one position [LANES]: given, or theta^(-i / HALF) in fp64, a product over the bits of i."""
     lane = tl.arange(0, LANES)
     if frequency_ptr is not None:
-        return tl.load(frequency_ptr + lane, mask=lane < HALF, other=0.0)
-    one = tl.full((LANES,), 1.0, tl.float64)
-    product = one
-    for bit in tl.static_range(log2(LANES) - 1, -1, -1):  # high bits first: neighbouring lanes share their product
-        factor = tl.full((LANES,), _power(THETA, bit, HALF), tl.float64)
-        product = product * tl.where((lane >> bit) & 1 == 1, factor, one)
-    return product.to(tl.float32)
+        found = tl.load(frequency_ptr + lane, mask=lane < HALF, other=0.0)
+    else:  # no early return: Triton 3.6 compiles what stands behind it
+        one = tl.full((LANES,), 1.0, tl.float64)
+        product = one
+        for bit in tl.static_range(log2(LANES) - 1, -1, -1):  # high bits first: neighbouring lanes share their product
+            factor = tl.full((LANES,), _power(THETA, bit, HALF), tl.float64)
+            product = product * tl.where((lane >> bit) & 1 == 1, factor, one)
+        found = product.to(tl.float32)
+    return found
 
 
 @triton.jit
