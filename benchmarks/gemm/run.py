@@ -4,8 +4,9 @@
     python -m benchmarks.gemm.report --runs runs/gemm --out reports/experiments/h200_gemm
 
 A product is compared with float64 and with itself, byte for byte, before it is timed, and every choice of the search
-with the fixed rule; one that differs is a failure, and the command ends with exit status 1. torch.compile comes last,
-as it takes longest. Rows are written after every product, so a run that is stopped keeps what it has.
+with the fixed rule; one that differs is a failure, and the command ends with exit status 1. All that is timed of a
+product takes turns, since a warm card is a slower one. Rows are written after every product, so a run that is stopped
+keeps what it has.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ COMMAND = textwrap.dedent((__doc__ or "").split("\n\n")[1])
 _SEED = 1234
 _TUNER_S = 600.0  # what the tuner may spend: here its choice is of interest, not its patience
 _SEARCH_SHARE = 0.6  # of the time budget, after which no product is searched any more
+_COMPILE_SHARE = 0.9  # likewise for torch.compile
 
 
 @dataclass(frozen=True)
@@ -65,17 +67,11 @@ class Options:
 
 
 def run(options: Options, chosen: Sequence[Product], timer: Timer) -> Results:
-    """Time every product, then torch.compile of each, writing what there is after each."""
+    """Time every product, writing what there is after each."""
     results, path = Results(), options.out / ROWS_FILE
     for product in chosen:
         _try(options, product, results, functools.partial(_time, options, product, results, timer))
         results.write(path)
-    done = {(row.preset, row.phase): row for row in results.rows}
-    for product in chosen:
-        row = done.get((product.preset, product.phase))
-        if row is not None and options.spent() < 1:
-            _time_compiled(options, product, row, timer)
-            results.write(path)
     return results
 
 
@@ -121,12 +117,16 @@ def _time(options: Options, product: Product, results: Results, timer: Timer) ->
             results.failed[label] = "; ".join(checks.faults[:3])
             return
         runs = measure.contenders(sets, best)
+        runs["tuned"] = _tuned(runs["fixed"])
+        if options.spent() < _COMPILE_SHARE:
+            runs |= measure.compiled_run(sets)
         times, reasons = measure.in_turns(runs, len(sets), timer, SAMPLES)
     medians: dict[str, float | None] = {name: statistics.median(samples) for name, samples in times.items()}
     notes += [f"{name}: {reason}" for name, reason in reasons.items()]
-    fixed = medians["fixed"]
-    assert fixed is not None, "in_turns() gives samples or a reason"
-    tuned = _tuned(runs["fixed"], len(sets), timer, notes)
+    fixed, tuned = medians.get("fixed"), medians.get("tuned")
+    if fixed is None:
+        results.failed[label] = reasons["fixed"]
+        return
     fastest = min(fixed, tuned) if tuned is not None else fixed
     limit = product.limit_us
     row = Row(
@@ -157,24 +157,15 @@ def _search(
     return best, candidates
 
 
-def _tuned(ours: Callable[[int], None], rotation: int, timer: Timer, notes: list[str]) -> float | None:
-    """Return the time of the same launches with a tuner that remembers nothing yet."""
-    with installed(PersistentAutotuner(MemoryStore(), budget_s=_TUNER_S)), autotune("on"):
-        times, reasons = measure.in_turns({"tuned": ours}, rotation, timer, SAMPLES)
-    notes += [f"{name}: {reason}" for name, reason in reasons.items()]
-    return statistics.median(times["tuned"]) if times.get("tuned") else None
+def _tuned(ours: Callable[[int], None]) -> Callable[[int], None]:
+    """Return the same launches under a tuner that remembers nothing yet."""
+    tuner = PersistentAutotuner(MemoryStore(), budget_s=_TUNER_S)
 
+    def launch(number: int) -> None:
+        with installed(tuner), autotune("on"):
+            ours(number)
 
-def _time_compiled(options: Options, product: Product, row: Row, timer: Timer) -> None:
-    sets = _sets(options, product)
-    compiled = measure.compiled_run(sets)
-    if compiled is not None:
-        times, reasons = measure.in_turns({"compile": compiled}, len(sets), timer, SAMPLES)
-        row.peers["compile"] = statistics.median(times["compile"]) if times.get("compile") else None
-        row.note = "; ".join(part for part in (row.note, *reasons.values()) if part)
-        print(f"{row.preset} {row.phase}: compile {row.peers['compile']}", flush=True)
-    if torch.cuda.is_available():
-        release()
+    return launch
 
 
 def _options() -> Options:

@@ -53,6 +53,8 @@ def test_decode_computes_the_transposed_product_and_training_the_largest_tile() 
     assert not plan(1 << 17, 1, 768, "half", card, describable=True).swapped
     large = plan(8192, 8192, 8192, "half", card, describable=True)
     assert (large.block_m, large.block_n, large.described) == (128, 256, True)
+    middle = plan(128, 4096, 4096, "half", card, describable=True)
+    assert (middle.block_m, middle.block_n, middle.block_k) == (64, 64, 128)
     assert plan(8192, 8192, 8192, "half", DeviceIdentity("cuda", "?", "sm_89", 128), describable=True).block_n == 128
 
 

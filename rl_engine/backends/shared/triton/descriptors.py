@@ -5,6 +5,7 @@ So keys, scratch copies and checks see tensors, and the block of a descriptor fo
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -15,6 +16,7 @@ Blocks: TypeAlias = Mapping[str, Callable[[Mapping[str, Any]], list[int]]]  # by
 _BYTES = 16  # addresses and row strides are multiples of it, and a row stride has 40 bits (cuTensorMapEncodeTiled)
 _ROW_BYTES = 1 << 40
 _MATRIX = 2  # axes
+_thread = threading.local()
 
 
 def describe(values: Mapping[str, Any], blocks: Blocks) -> dict[str, Any]:
@@ -44,7 +46,20 @@ def described(
     """
     if not blocks:
         return args, kwargs
-    return (), describe({**dict(zip(names, args, strict=False)), **kwargs}, blocks)
+    values = {**dict(zip(names, args, strict=False)), **kwargs}
+    if any(isinstance(values[name], torch.Tensor) and values[name].is_cuda for name in blocks):
+        _enter_context()
+    return (), describe(values, blocks)
+
+
+def _enter_context() -> None:
+    """Make CUDA's context current in this thread: to encode a descriptor takes one, and unlike a launch makes none.
+
+    A thread that has only used memory cached by torch has none. An event may be recorded under a capture too.
+    """
+    if not getattr(_thread, "entered", False):
+        torch.cuda.Event().record()  # type: ignore[no-untyped-call]  # torch
+        _thread.entered = True
 
 
 def describable(tensor: torch.Tensor) -> bool:
