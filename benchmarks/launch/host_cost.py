@@ -102,19 +102,18 @@ class _NoTriton:
     def __init__(self, one: Kernel) -> None:
         self.fn, self.arg_names = one.jitted.fn, one.jitted.arg_names
 
-    def __getitem__(self, _grid: Any) -> Any:
-        return lambda *args, **kwargs: _launched(*args, **kwargs)  # noqa: PLW0108  # as Triton's does
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args, **kwargs: self.run(*args, grid=grid, warmup=False, **kwargs)  # as Triton's does
 
-
-def _launched(*_args: Any, **_kwargs: Any) -> None:
-    """Be a kernel."""
+    def run(self, *_args: Any, **_kwargs: Any) -> None:
+        """Launch nothing."""
 
 
 def main() -> None:
     """Print microseconds a call as JSON."""
     driver = _Driver()
     triton.runtime.driver.set_active(driver)
-    torch.cuda.current_device = driver.get_current_device
+    torch.cuda.current_device = torch._C._cuda_getDevice = driver.get_current_device
     torch.set_num_threads(1)
     found = {
         arguments: {name: round(us, 2) for name, us in measure(kernel(arguments)).items()} for arguments in ARGUMENTS

@@ -20,6 +20,7 @@ __all__ = [
     "LaunchPolicy",
     "RLKernelMode",
     "autotune",
+    "innermost_policy",
     "launch_policy",
     "pinned",
     "process_policy",
@@ -54,6 +55,7 @@ class LaunchPolicy:
 
 
 _ambient: ContextVar[LaunchPolicy | None] = ContextVar("rl_kernel_launch_policy", default=None)
+innermost_policy = _ambient.get  # the innermost block's policy, None outside: for code that cannot pay for a call more
 
 
 @functools.cache

@@ -168,7 +168,7 @@ def test_a_plan_that_cannot_be_started_means_the_ordinary_path(card: FakeCard, m
         call, head = plan._safe_entry(compiled)
         return call, head[:-1]  # one argument short
 
-    monkeypatch.setattr(plan, "_ENTRIES", {plan._version(): entry})
+    monkeypatch.setattr(plan, "_ENTRIES", {plan._version(): (entry, 5)})
     monkeypatch.setattr(events.log(), "_warned", set())
     start(card)
     assert not start(card).by_address

@@ -63,7 +63,7 @@ def test_the_safe_entry_takes_what_the_jit_hands_it(known: str) -> None:
 
 
 def test_the_c_function_is_used_where_it_takes_what_is_listed_here() -> None:
-    used = [known for known, entry in plan._ENTRIES.items() if entry is plan._c_entry]
+    used = [known for known, (entry, _length) in plan._ENTRIES.items() if entry is plan._c_entry]
     assert used == ["3.6"]
     call, head = plan._c_entry(_compiled())
     assert call == "the C function"

@@ -22,12 +22,12 @@ from rl_engine.backends.shared.triton.asking import Question, ask
 from rl_engine.backends.shared.triton.candidates import Admits, Axes, FixedRule, NeedsRule, derive
 from rl_engine.backends.shared.triton.descriptors import Blocks, described
 from rl_engine.backends.shared.triton.distinct import Failures, one_kernel
-from rl_engine.backends.shared.triton.plan import LaunchPlan, Plans, Settled
+from rl_engine.backends.shared.triton.plan import LaunchPlan, Plans, Settled, head_length
 from rl_engine.backends.shared.triton.qualification import BoundLaunch
 from rl_engine.backends.shared.triton.signature import generate
 from rl_engine.platforms import device
 from rl_engine.platforms.tuning import events
-from rl_engine.runtime.policy import LaunchPolicy, launch_policy, pinned
+from rl_engine.runtime.policy import LaunchPolicy, innermost_policy, launch_policy, pinned, process_policy
 
 if TYPE_CHECKING:
     from rl_engine.platforms.device import DeviceIdentity
@@ -122,6 +122,7 @@ class KernelLauncher:
             dynamic=declaration.dynamic,
             device=(*declaration.outputs, *declaration.inout)[0],
             inout=declaration.inout,
+            head=head_length(),
         )
         self._settled: dict[tuple[Any, ...], Settled] = {}
         self._fixed: dict[tuple[Any, ...], Mapping[str, int]] = {}
@@ -181,8 +182,8 @@ class KernelLauncher:
     def _launcher(self, settled: Any, ordinary: Callable[..., None] | None = None) -> Callable[..., None]:
         """Return the generated launch over a table; ``ordinary`` is called for what has no plan there."""
         return self._signature.launcher(
-            policy_in_force=launch_policy, fixed=self._fixed, settled=settled, jitted=self.fn, off=self._launch_fixed,
-            on=ordinary or self._launch_tuned, cuda=torch.cuda, bump=_bump_versions,
+            innermost=innermost_policy, of_process=process_policy, fixed=self._fixed, settled=settled, jitted=self.fn,
+            off=self._launch_fixed, on=ordinary or self._launch_tuned, torch=torch._C, bump=_bump_versions,  # noqa: SLF001
         )  # fmt: skip
 
     def _launch_fixed(self, grid: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

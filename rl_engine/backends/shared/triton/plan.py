@@ -61,11 +61,11 @@ def _c_entry(compiled: Any) -> _Entry:
     return run.launch, (compiled.function, *flags, *scratch, compiled.packed_metadata, *hooks)
 
 
-_ENTRIES: Mapping[str, Callable[[Any], _Entry]] = {
-    "3.6": _c_entry,
-    "3.7": _safe_entry,
-    "3.8": _safe_entry,
-    "3.9": _safe_entry,
+_ENTRIES: Mapping[str, tuple[Callable[[Any], _Entry], int]] = {  # and how many arguments stand before the kernel's
+    "3.6": (_c_entry, 9),
+    "3.7": (_safe_entry, 5),
+    "3.8": (_safe_entry, 5),
+    "3.9": (_safe_entry, 5),
 }
 
 
@@ -159,6 +159,11 @@ def _unsupported() -> str | None:
     return reason
 
 
+def head_length() -> int:
+    """Return how many arguments a plan's `LaunchPlan.head` has; 0 where this Triton has no plans."""
+    return _ENTRIES[_version()][1] if _version() in _ENTRIES else 0
+
+
 def _version() -> str:
     return ".".join(triton.__version__.split(".")[:2])
 
@@ -221,7 +226,8 @@ def prove(launch: BoundLaunch, replay: Callable[[Mapping[str, Any]], bool]) -> s
 
 
 def _freeze(jitted: Any, compiled: Any, options: Mapping[str, int], index: int) -> LaunchPlan:
-    call, head = _ENTRIES[_version()](compiled)
+    entry, _length = _ENTRIES[_version()]
+    call, head = entry(compiled)
     _kept[id(compiled)] = compiled
     return LaunchPlan(
         call=call,
@@ -243,6 +249,7 @@ def _guard(jitted: Any, index: int) -> Callable[[], bool]:
     set_by_hand = vars(runtime)
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     before = jitted.pre_run_hooks
+    alone = torch.cuda.device_count() == 1
     current_device = triton.runtime.driver.active.get_current_device
     unchanged = _unchanged(jitted.used_global_vals)
 
@@ -256,7 +263,7 @@ def _guard(jitted: Any, index: int) -> Callable[[], bool]:
             and not set_by_hand.get("debug")
             and runtime.add_stages_inspection_hook is None
             and not compilation.instrumentation_mode
-            and current_device() == index
+            and (alone or current_device() == index)
             and (unchanged is None or unchanged())
         )
 
