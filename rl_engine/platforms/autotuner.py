@@ -21,6 +21,7 @@ from rl_engine.platforms.tuning.limits import KeyLimits
 from rl_engine.platforms.tuning.record import TuningRecord
 from rl_engine.platforms.tuning.store import FileStore, MemoryStore, PackStore, Store
 from rl_engine.platforms.tuning.trial import Canary
+from rl_engine.platforms.tuning.waiting import CANARY_TRIES, WaitingKeys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from rl_engine.settings import AutotuneMode
 
 Source = Literal["tuned", "disk", "shared", "memory", "fixed"]
-FIRST_RETRY_S, LAST_RETRY_S = 1.0, 60.0
 _Result = TypeVar("_Result")
 logger = logging.getLogger("rl_engine")
 
@@ -67,13 +67,6 @@ class Report:
     missed: tuple[TuningKey, ...]
 
 
-@dataclass
-class _Postponed:
-    again_at_s: float
-    delay_s: float
-    reason: str
-
-
 @dataclass(frozen=True)
 class _Request:
     """The arguments of one `PersistentAutotuner.select`."""
@@ -94,7 +87,6 @@ class _Book:
     """What this process knows; guarded by one lock. Selections by mode: what replay misses, ``on`` still measures."""
 
     selections: dict[tuple[str, AutotuneMode], tuple[str, Selection]] = field(default_factory=dict)  # digest: kernel
-    postponed: dict[str, _Postponed] = field(default_factory=dict)
     in_flight: WeakValueDictionary[str, _Request] = field(default_factory=WeakValueDictionary)  # until its select ends
     missed: dict[TuningKey, None] = field(default_factory=dict)
     spent_s: float = 0.0
@@ -130,6 +122,7 @@ class PersistentAutotuner:
         self._wall_clock = wall_clock
         self._log = log or events.log()
         self._limits = KeyLimits()
+        self._waiting = WaitingKeys(clock)
         self._book = _Book()
         self._lock = threading.Lock()
 
@@ -156,9 +149,9 @@ class PersistentAutotuner:
             _kernel, known = self._book.selections.get((key.digest, mode), ("", None))
             if known is not None:
                 return Selection(known.winner, "memory", known.reason)
-            waiting = self._book.postponed.get(key.digest)
-            if waiting is not None and self._clock() < waiting.again_at_s:
-                return Selection(fixed, "fixed", waiting.reason, settled=False)
+            waiting_for = self._waiting.reason(key.digest)
+            if waiting_for is not None:
+                return Selection(fixed, "fixed", waiting_for, settled=False)
             if key.digest in self._book.in_flight:
                 return Selection(fixed, "fixed", "another thread is measuring this key", settled=False)
             request = self._book.in_flight[key.digest] = _Request(key, candidates, trial, mode, provenance)
@@ -170,7 +163,7 @@ class PersistentAutotuner:
                 self._book.in_flight.pop(key.digest, None)
                 if selection is not None and selection.settled:
                     events.keep(self._book.selections, (key.digest, mode), (key.kernel, selection))
-                    self._book.postponed.pop(key.digest, None)
+                    self._waiting.end(key.digest)
         return selection
 
     def miss(self, key: TuningKey) -> None:
@@ -227,11 +220,11 @@ class PersistentAutotuner:
         try:
             verdict = trial.canary(record.winner, request.fixed, record.evidence.bits)
         except TrialUnavailableError as error:
-            return self._postpone(request, f"the record cannot be compared now: {error}")
+            return self._not_compared(request, f"the record cannot be compared now: {error}")
         finally:
             trial.close()
         if verdict is Canary.NOT_NOW:
-            return self._postpone(request, "the record cannot be compared now")
+            return self._not_compared(request, "the record cannot be compared now")
         if verdict is Canary.OTHER_CLASS:
             self._refuse(request, source, "the fixed launch is in another bit class now")
             return None
@@ -313,11 +306,16 @@ class PersistentAutotuner:
         self._emit(kind, request.key, winner=str(selection.winner), reason=selection.reason, seconds=seconds)
         return selection
 
+    def _not_compared(self, request: _Request, reason: str) -> Selection:
+        """Put the canary off, or give it up for this process: the record stays on disk for the next one."""
+        if self._waiting.may_retry_canary(request.key.digest):
+            return self._postpone(request, reason)
+        kernel, given_up = request.key.kernel, f"{reason}; the fixed launch is used after {CANARY_TRIES} tries"
+        self._log.warn_once(kernel, f"{kernel}: {given_up}")
+        return self._fixed(request, given_up)
+
     def _postpone(self, request: _Request, reason: str) -> Selection:
-        with self._lock:
-            before = self._book.postponed.get(request.key.digest)
-            delay_s = FIRST_RETRY_S if before is None else min(2 * before.delay_s, LAST_RETRY_S)
-            self._book.postponed[request.key.digest] = _Postponed(self._clock() + delay_s, delay_s, reason)
+        self._waiting.put_off(request.key.digest, reason)
         self._emit("pending", request.key, reason=reason)
         return Selection(request.fixed, "fixed", reason, settled=False)
 

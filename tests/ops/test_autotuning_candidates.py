@@ -1,7 +1,8 @@
 """Every candidate of every kernel gives the fixed launch's bytes: over dtypes and inputs that would show a difference.
 
-``pytest tests/ops/test_autotuning_candidates.py`` qualifies a card and a compiler. A candidate that the card cannot run
-is no failure; what was compared, and what fell out and why, stands in the report of ``--junit-xml``.
+``pytest tests/ops/test_autotuning_candidates.py`` qualifies a card and a compiler. Launches with fp16 or bf16 outputs
+are compared with fp32 outputs too, which hide no difference by rounding. A candidate that the card cannot run is no
+failure; what was compared, and what fell out and why, stands in the report of ``--junit-xml``.
 """
 
 from __future__ import annotations
@@ -11,12 +12,16 @@ import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
 from rl_engine.backends import catalog
-from rl_engine.backends.shared.triton.qualification import gate
+from rl_engine.backends.shared.triton.distinct import LaunchSite
+from rl_engine.backends.shared.triton.qualification import gate, widened
+from rl_engine.errors import TrialUnavailableError
+from rl_engine.platforms.tuning.key import Candidate
 from rl_engine.platforms.tuning.trial import Rejection
 from rl_engine.runtime.policy import autotune
 from tests.support.ops_families import FAMILIES, of_family
@@ -117,7 +122,39 @@ def _text(rejection: Rejection) -> str:
 def _on_a_card(launch: Launch) -> tuple[int, list[Rejection]]:
     distinct = launch.site().distinct(launch.candidates())
     found = gate(launch.bound(), distinct.kept, repeats=REPEATS)
-    return found.comparisons, [*distinct.rejections, *found.rejections]
+    comparisons, fallen = with_wide_outputs(launch)
+    return found.comparisons + comparisons, [*distinct.rejections, *found.rejections, *fallen]
+
+
+def with_wide_outputs(launch: Launch) -> tuple[int, list[Rejection]]:
+    """Compare the candidates of a launch once more, with fp32 outputs; nothing where none can be widened."""
+    wide = widened(launch.bound())
+    if wide is None:
+        return 0, []
+    other = replace(launch, args=(), kwargs=wide.values)
+    kept, fallen = fitting(other.site(), other.candidates())
+    found = gate(wide, kept, repeats=REPEATS)
+    return found.comparisons, [*fallen, *found.rejections]
+
+
+def fitting(site: LaunchSite, candidates: tuple[Candidate, ...]) -> tuple[tuple[Candidate, ...], list[Rejection]]:
+    """Return the launches to compare, in the place of a fixed one that does not fit the card the first that does.
+
+    A product's largest tile with its four stages fills an H200's shared memory when it is stored in bf16.
+    """
+    fallen: list[Rejection] = []
+    while True:
+        first, *others = candidates
+        try:
+            distinct = site.distinct(candidates)
+        except TrialUnavailableError as error:
+            reason = str(error).removeprefix("the fixed launch ")
+            if not others or not reason.startswith("failed: OutOfResources"):
+                raise
+            fallen.append(Rejection(first, reason))
+            candidates = tuple(others)
+        else:
+            return distinct.kept, [*fallen, *distinct.rejections]
 
 
 def _by_the_interpreter(launch: Launch) -> tuple[int, list[Rejection]]:

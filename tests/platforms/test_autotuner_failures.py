@@ -152,6 +152,45 @@ def test_a_record_that_cannot_be_compared_now_is_postponed(store: FileStore, tro
     assert store.quarantined(make_key().digest) is None
 
 
+@pytest.mark.parametrize("trouble", [{"verdict": Canary.NOT_NOW}, {"unavailable": "out of memory"}])
+def test_a_record_that_cannot_be_compared_three_times_is_left_to_the_next_process(
+    store: FileStore, trouble: dict[str, object]
+) -> None:
+    text = make_record().to_json()
+    store.publish(make_key().digest, text)
+    lab, trial = Lab(store), FakeTrial(**trouble)  # type: ignore[arg-type]  # one field by name
+    for delay_s in (1, 2):
+        assert lab.select(trial).settled is False
+        lab.clock.now_s += delay_s
+    chosen = lab.select(trial)
+    assert (chosen.winner, chosen.source, chosen.settled) == (FIXED, "fixed", True)
+    assert chosen.reason.startswith("the record cannot be compared now")
+    assert chosen.reason.endswith("; the fixed launch is used after 3 tries")
+    assert lab.warnings() == [f"{make_key().kernel}: {chosen.reason}"]
+    assert lab.log.counts() == {"pending": 2, "warning": 1, "fixed": 1}
+    lab.clock.now_s += 3600
+    assert (lab.select(trial).source, trial.count("canary")) == ("memory", 3)
+    assert (store.load(make_key().digest), store.quarantined(make_key().digest)) == (text, None)
+    assert Lab(store).select(FakeTrial()).source == "disk"  # the next process
+
+
+def test_waiting_for_another_process_uses_up_no_try_of_a_record(store: FileStore) -> None:
+    held = FileStore(store.folder).try_lock(make_key().digest)
+    assert held is not None
+    lab, trial = Lab(store), FakeTrial(verdict=Canary.NOT_NOW)
+    with held:
+        for _time in range(5):
+            assert lab.select(trial).reason == "another process is measuring this key"
+            lab.clock.now_s += 60
+        store.publish(make_key().digest, make_record().to_json())
+        for _time in range(2):
+            chosen = lab.select(trial)
+            assert (chosen.reason, chosen.settled) == ("the record cannot be compared now", False)
+            lab.clock.now_s += 60
+    trial.verdict = Canary.EQUAL
+    assert lab.select(trial).source == "disk"
+
+
 @pytest.mark.parametrize("where", ["before_qualify", "before_sample"])
 def test_an_interruption_propagates_and_leaves_nothing_behind(store: FileStore, where: str) -> None:
     def interrupt() -> None:

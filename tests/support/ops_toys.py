@@ -66,6 +66,15 @@ def part_kernel(y_ptr, n, BLOCK: tl.constexpr, PART: tl.constexpr):
     tl.store(y_ptr + lane, lane.to(tl.float32), mask=mask)
 
 
+@TunableKernel(outputs=("y_ptr",), dynamic=("n",), fixed=lambda _sizes, _device: {"PART": 0}, neutral={"PART": (1,)})
+@triton.jit(do_not_specialize=["n"])
+def nudged_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr, PART: tl.constexpr):
+    """y = x + (1 + PART) / 2^20: of x from 1 to 2, half precision shows neither."""
+    lane = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + lane, mask=lane < n, other=0.0).to(tl.float32)
+    tl.store(y_ptr + lane, (x + (1 + PART) * 9.5367431640625e-07).to(y_ptr.dtype.element_ty), mask=lane < n)
+
+
 @TunableKernel(
     outputs=("y_ptr",), dynamic=("n",), fixed=lambda _sizes, _device: {"BLOCK": 1024}, neutral={"BLOCK": (512,)}
 )

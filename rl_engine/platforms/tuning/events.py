@@ -18,7 +18,7 @@ EventKind = Literal[
     "tuned",  # measured here; `winner` may be the fixed launch
     "replayed",  # a record from disk, checked
     "fixed",  # the fixed launch, for `reason`
-    "pending",  # another process is measuring this key; the fixed launch meanwhile
+    "pending",  # another process measures this key, or its record cannot be compared now; the fixed launch meanwhile
     "missed",  # met while a stream was being captured
     "quarantined",  # a record whose bytes differ from the fixed launch's
     "rejected",  # a candidate that may not be chosen

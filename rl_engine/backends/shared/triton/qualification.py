@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 REPEATS = 4  # launches of a candidate on one input set; races show from run to run (flash-linear-attention #945)
 _SEED = 0x5EED
+_NARROW = (torch.float16, torch.bfloat16)
+_WIDENING = 2  # bytes of an fp32 element for each of a narrow one
+_ALIGNED = 16  # bytes; what Triton compiles for, one way or the other
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,38 @@ def gate(launch: BoundLaunch, candidates: tuple[Candidate, ...], *, repeats: int
                 rejections[candidate] = Rejection(candidate, "unstable" if any(equal) else "not_bit_exact")
     survivors = tuple(candidate for candidate in candidates if candidate not in rejections)
     return GateResult(survivors, tuple(rejections.values()), comparisons, tuple(kinds))
+
+
+def widened(launch: BoundLaunch) -> BoundLaunch | None:
+    """Return the launch with fp32 tensors for its fp16 and bf16 outputs, so that rounding hides no difference.
+
+    It is another binary and another launch: a candidate, the fixed one too, may not fit the card any more. The new
+    tensors have the shapes, strides and overlaps of the old ones, in memory of their own that nobody filled and that
+    lives as long as they do; each group begins at a multiple of 16 bytes where the old one does. What the kernel reads,
+    and what overlaps that, stays.
+
+    Returns None where no output can be widened. Raises TrialUnavailableError where the memory for it is not there.
+    """
+    found = [
+        span
+        for span in launch.written
+        if set(launch.outputs) >= span.tensors.keys() and all(one.dtype in _NARROW for one in span.tensors.values())
+    ]
+    if not found:
+        return None
+    require_memory(_WIDENING * total(found), next(iter(found[0].tensors.values())).device)
+    wide = {name: tensor for span in found for name, tensor in _wide(span).items()}
+    return replace(launch, values={**launch.values, **wide})
+
+
+def _wide(span: Span) -> dict[str, torch.Tensor]:
+    some = next(iter(span.tensors.values()))
+    start = 1 if span.low % _ALIGNED else 0
+    memory = torch.empty(start + span.size // some.element_size(), dtype=torch.float32, device=some.device)
+    return {
+        name: memory.as_strided(one.size(), one.stride(), start + (one.data_ptr() - span.low) // one.element_size())
+        for name, one in span.tensors.items()
+    }
 
 
 def _input_sets(launch: BoundLaunch) -> Iterator[tuple[str, Sandbox]]:
