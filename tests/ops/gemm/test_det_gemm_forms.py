@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -194,6 +195,16 @@ def test_a_batch_of_more_matrices_than_a_grids_second_axis_holds() -> None:
     found = gemm(a, b)
     for member in (0, 65_535, 65_536, 69_999):
         assert_same_bytes(found[member], gemm(a[member], b[member]), f"member {member}")
+
+
+@pytest.mark.gpu
+def test_a_thread_without_a_context_of_its_own_multiplies_through_descriptors() -> None:
+    a, b = pair("bfloat16", 256, 512, 512)
+    expected = gemm(a, b)  # compiled, and its memory cached: the thread launches before anything else
+    del expected
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(gemm, a, b).result()
+    assert_same_bytes(found, gemm(a, b), "in a thread")
 
 
 def test_zero_rows_give_zero_gradients_of_weight_and_bias() -> None:
