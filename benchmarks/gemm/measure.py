@@ -16,6 +16,7 @@ from rl_engine.backends.shared.triton.gemm import launch, product
 from rl_engine.backends.shared.triton.gemm.rule import Plan
 from rl_engine.backends.shared.triton.gemm.space import Choice, Sizes, space
 from rl_engine.platforms import device
+from rl_engine.platforms.tuning.decision import order_of_round
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -103,7 +104,7 @@ def _compare(found: Checks, seen: torch.Tensor, expected: torch.Tensor, what: st
 def in_turns(
     runs: Mapping[str, Callable[[int], None]], rotation: int, timer: Timer, samples: int
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Return samples of every run, taken A B C A B C, and why those without samples have none."""
+    """Return samples of every run, taken in rounds, and why those without samples have none."""
     ready, reasons = {}, {}
     for name, run in runs.items():
         try:
@@ -113,9 +114,9 @@ def in_turns(
         except Exception as error:  # noqa: BLE001  # peers and choices fail in their own ways; the row says how
             reasons[name] = brief(error)
     times: dict[str, list[float]] = {name: [] for name in ready}
-    for _turn in range(samples):
-        for name, sample in ready.items():
-            times[name].append(sample())
+    for number in range(samples):
+        for name in order_of_round(list(ready), number):
+            times[name].append(ready[name]())
     return times, reasons
 
 

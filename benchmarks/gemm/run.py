@@ -117,12 +117,14 @@ def _time(options: Options, product: Product, results: Results, timer: Timer) ->
             results.failed[label] = "; ".join(checks.faults[:3])
             return
         runs = measure.contenders(sets, best)
-        runs["tuned"] = _tuned(runs["fixed"])
+        tuner = PersistentAutotuner(MemoryStore(), budget_s=_TUNER_S)
+        runs["tuned"] = _tuned(runs["fixed"], tuner)
         if options.spent() < _COMPILE_SHARE:
             runs |= measure.compiled_run(sets)
         times, reasons = measure.in_turns(runs, len(sets), timer, SAMPLES)
     medians: dict[str, float | None] = {name: statistics.median(samples) for name, samples in times.items()}
     notes += [f"{name}: {reason}" for name, reason in reasons.items()]
+    notes += [f"tuned: {one.winner} ({one.reason})" for one in tuner.report().selections]
     fixed, tuned = medians.get("fixed"), medians.get("tuned")
     if fixed is None:
         results.failed[label] = reasons["fixed"]
@@ -157,9 +159,8 @@ def _search(
     return best, candidates
 
 
-def _tuned(ours: Callable[[int], None]) -> Callable[[int], None]:
-    """Return the same launches under a tuner that remembers nothing yet."""
-    tuner = PersistentAutotuner(MemoryStore(), budget_s=_TUNER_S)
+def _tuned(ours: Callable[[int], None], tuner: PersistentAutotuner) -> Callable[[int], None]:
+    """Return the same launches under a tuner."""
 
     def launch(number: int) -> None:
         with installed(tuner), autotune("on"):

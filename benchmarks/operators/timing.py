@@ -14,6 +14,7 @@ import torch
 from benchmarks.operators.arguments import changed, differentiate, flat, incoming
 from benchmarks.operators.targets import SAMPLES
 from rl_engine.backends.shared.triton.autotuning import KernelLauncher
+from rl_engine.platforms.tuning.decision import order_of_round
 from rl_engine.platforms.tuning.timer import GraphTimer
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class EventTimer:
 def time_in_turns(
     contenders: Mapping[str, Contender], phase: Phase, *, repeats: int = 1, samples: int = SAMPLES
 ) -> dict[str, Sampled]:
-    """Return every contender's samples, taken A B C A B C; one that fails is reported, not raised.
+    """Return every contender's samples, taken in rounds; one that fails is reported, not raised.
 
     ``repeats`` launches follow each other on one argument set: the timer takes the host's gaps for device time when it
     chooses how many launches a graph holds, and small backwards have long gaps.
@@ -100,10 +101,10 @@ def _take(contenders: Mapping[str, Contender], phase: Phase, repeats: int, sampl
             reasons[name] = brief(error)
         if name in reasons:
             release()  # what it allocated before it failed, after the error let go of it
-    for _turn in range(samples):
-        for name, prepared in ready.items():
-            prepared.restore()
-            times[name].append(prepared.sample() / prepared.repeats)
+    for number in range(samples):
+        for name in order_of_round(list(ready), number):
+            ready[name].restore()
+            times[name].append(ready[name].sample() / ready[name].repeats)
     return {name: Sampled(times[name], reasons.get(name, "")) for name in contenders}
 
 

@@ -16,6 +16,7 @@ from benchmarks.operators.targets import PHASES, TARGETS_US, is_throughput, limi
 from benchmarks.operators.timing import Contender, Sampled, time_in_turns
 from rl_engine.backends import catalog
 from rl_engine.backends.spec import Case, Traffic
+from rl_engine.platforms.tuning.decision import order_of_round
 
 SPECS = catalog.specs()
 
@@ -291,7 +292,9 @@ def test_contenders_take_turns(ticks, phase):
     if phase == "bwd":  # the forward ran once a set, before
         assert calls == ["a"] * 2 + ["b"] * 2
     else:
-        assert calls[-6 * 8 :] == (["a"] * 8 + ["b"] * 8) * 3
+        assert calls[-6 * 8 :] == [
+            name for turn in range(3) for name in order_of_round("ab", turn) for _call in range(8)
+        ]
 
 
 def test_a_contender_that_fails_is_reported_and_the_others_are_timed(ticks):

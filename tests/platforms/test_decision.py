@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from rl_engine.errors import TrialUnavailableError
-from rl_engine.platforms.tuning.decision import FINAL_ROUNDS, SCREENING_ROUNDS, decide, measure
+from rl_engine.platforms.tuning.decision import FINAL_ROUNDS, SCREENING_ROUNDS, decide, measure, order_of_round
 from rl_engine.platforms.tuning.key import Candidate
 
 FIXED, A, B, C, D, SLOW, HOPELESS = (Candidate.of(BLOCK=1 << n) for n in range(7))
@@ -126,7 +126,7 @@ def test_the_best_of_several_wins() -> None:
     assert decide(FIXED, samples).winner == B
 
 
-def test_rounds_start_at_another_candidate_each_and_only_the_three_fastest_come_to_the_final() -> None:
+def test_rounds_have_orders_of_their_own_and_only_the_three_fastest_come_to_the_final() -> None:
     costs, asked = {FIXED: 1.0, A: 0.9, B: 0.8, HOPELESS: 2.0, C: 0.7, SLOW: 1.99, D: 0.6}, []
 
     def sample(candidate: Candidate) -> float:
@@ -135,15 +135,23 @@ def test_rounds_start_at_another_candidate_each_and_only_the_three_fastest_come_
 
     found = measure(tuple(costs), sample, never)
     hopeful, finalists = [FIXED, A, B, C, SLOW, D], [FIXED, D, C, B]
-    expected = [*costs, *costs]  # warm-up, thrown away; a first round
-    for start in range(SCREENING_ROUNDS):
-        expected += hopeful[start % 6 :] + hopeful[: start % 6]
-    for start in range(FINAL_ROUNDS):
-        expected += finalists[start % 4 :] + finalists[: start % 4]
+    expected = [*costs, *order_of_round([*costs], 0)]  # warm-up, thrown away; a first round
+    for number in range(SCREENING_ROUNDS):
+        expected += order_of_round(hopeful, number)
+    for number in range(FINAL_ROUNDS):
+        expected += order_of_round(finalists, number)
     assert asked == expected
     assert found.screening == {**{one: (costs[one],) * SCREENING_ROUNDS for one in hopeful}, HOPELESS: (2.0,)}
     assert found.final == {one: (costs[one],) * FINAL_ROUNDS for one in finalists}
     assert found.decision.winner == D
+
+
+def test_over_many_rounds_everyone_follows_everyone_and_nobody_keeps_a_place() -> None:
+    orders = [order_of_round("abcd", number) for number in range(FINAL_ROUNDS)]
+    assert {tuple(sorted(order)) for order in orders} == {("a", "b", "c", "d")}
+    assert {pair for order in orders for pair in itertools.pairwise(order)} == set(itertools.permutations("abcd", 2))
+    assert all({order[place] for order in orders} == set("abcd") for place in range(4))
+    assert orders == [order_of_round("abcd", number) for number in range(FINAL_ROUNDS)]
 
 
 def test_there_is_no_final_where_nobody_was_faster_in_the_screening() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from rl_engine.errors import TrialUnavailableError
 
@@ -23,6 +24,7 @@ FINALISTS = 3
 _MAD_TO_SIGMA = 1.4826  # of a normal distribution
 _MEDIAN_INEFFICIENCY = math.sqrt(math.pi / 2)  # standard error of a median over that of a mean
 
+_One = TypeVar("_One")
 Samples = Mapping["Candidate", tuple[float, ...]]
 
 
@@ -55,8 +57,8 @@ def measure(
     A few rounds over all choose the finalists; fresh rounds over finalists and fixed launch decide, so that the winner
     of many noisy candidates does not win by luck. The first sample of each candidate is thrown away (it pays for
     cold clocks and instruction caches), and one that then takes twice the fixed launch's time is not sampled again.
-    A round samples every candidate once, starting at another one each time, and is judged by its ratios to the fixed
-    launch of the same round: slow drift cancels.
+    A round samples every candidate once, in an order of its own, and is judged by its ratios to the fixed launch of the
+    same round: slow drift cancels, and so does what a launch leaves to its successor.
 
     Raises:
         TrialUnavailableError: time ran out, or the fixed launch could not be timed.
@@ -93,6 +95,17 @@ def decide(fixed: Candidate, samples: Samples) -> Decision:
     return best
 
 
+def order_of_round(contenders: Sequence[_One], number: int) -> list[_One]:
+    """Return the order in which a round takes its turns: shuffled, the same in every process.
+
+    A large product leaves a hot card to what follows: of two equal ones whose places never changed, the one behind the
+    hotter neighbour took 1 to 2% longer (H200).
+    """
+    order = list(contenders)
+    random.Random(number).shuffle(order)  # noqa: S311  # nothing secret
+    return order
+
+
 def _rounds(
     candidates: tuple[Candidate, ...],
     sample: Callable[[Candidate], float],
@@ -101,11 +114,10 @@ def _rounds(
 ) -> Samples:
     """Return ``rounds`` samples of each candidate; one that gave no time (NaN, infinity, zero) is left out."""
     taken: dict[Candidate, list[float]] = {candidate: [] for candidate in candidates}
-    for start in range(rounds):
+    for number in range(rounds):
         if out_of_time():
             raise TrialUnavailableError("the tuning budget ended while it was measured")
-        for step in range(len(candidates)):
-            candidate = candidates[(start + step) % len(candidates)]
+        for candidate in order_of_round(candidates, number):
             taken[candidate].append(sample(candidate))
     timed = {one: tuple(times) for one, times in taken.items() if all(0 < time < math.inf for time in times)}
     if candidates[0] not in timed:

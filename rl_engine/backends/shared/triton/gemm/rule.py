@@ -27,7 +27,7 @@ _FEW = 64  # rows or columns up to which the other operand's stream is the limit
 # Tiles of the training path, and an estimate of the share of the largest one's speed that each reaches once it is full:
 # the largest reads least of the L2 for a product; the smaller fill the last wave better.
 _SHARES = {(128, 256): 1.0, (256, 128): 1.0, (128, 128): 0.86, (64, 256): 0.8, (64, 128): 0.62, (64, 64): 0.4}
-_SMALL_TILE = 64 * 64  # up to which a step along K is so short that waiting for it shows
+_SMALL_TILE = 64 * 128  # up to which a step along K is so short that waiting for it shows
 _BARRIERS = 1 * KIB  # of shared memory, beside the tiles: what a pipeline waits on
 _MOST_STAGES = 6
 _WIDE_PART = 64  # columns from which a tile is stored in parts
@@ -76,7 +76,7 @@ def plan(m: int, n: int, k: int, precision: Precision, device: DeviceIdentity, *
         few = max(LEAST, power_of_two(min(m, n)))
         return Plan(_FEW, few, _depth(k, 128 if precision == "half" else 64), described=described, swapped=m < n)
     block_m, block_n = _tile(m, n, device)
-    deep = 128 if block_m * block_n <= _SMALL_TILE else 64  # 128x4096x4096: 13.7 us, 18.1 at 64 (H200)
+    deep = 128 if block_m * block_n <= _SMALL_TILE else 64  # [128, 4096] over 4096: 13.7 us, 18.1 at 64 (H200)
     return Plan(block_m, block_n, _depth(k, deep if precision == "half" else 32), described=described)
 
 
