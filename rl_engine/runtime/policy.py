@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = [
+    "PLAIN",
     "AutotuneMode",
     "LaunchPolicy",
     "RLKernelMode",
@@ -54,6 +55,7 @@ class LaunchPolicy:
     backend: str = ""
 
 
+PLAIN = LaunchPolicy("off")  # as Triton launches, with options that are given
 _ambient: ContextVar[LaunchPolicy | None] = ContextVar("rl_kernel_launch_policy", default=None)
 innermost_policy = _ambient.get  # the innermost block's policy, None outside: for code that cannot pay for a call more
 

@@ -117,8 +117,18 @@ def test_b22_the_grid_is_evaluated_at_every_launch_with_all_arguments(card: Fake
     assert seen == [{**BASE, "n": 131, "BLOCK": 64}]
 
 
+def test_b22_launches_with_every_option_of_the_callers_have_plans_of_their_own(card: FakeCard) -> None:
+    chosen = warm(card)
+    for options in ({"BLOCK": 32, "num_warps": 4}, {"BLOCK": 64, "num_warps": 4}):
+        first, again = start(card, **options), start(card, n=40, **options)
+        assert (first.by_address, again.by_address) == (False, True)
+        assert again.function == first.function != chosen.function
+        assert (again.args[-1], again.packed[0]) == (options["BLOCK"], 4)
+    assert start(card).function == chosen.function
+
+
 @pytest.mark.parametrize("option", [{"num_warps": 4}, {"BLOCK": 32}, {"num_stages": 2}])
-def test_b22_options_of_the_caller_are_not_planned(option: dict[str, int], card: FakeCard) -> None:
+def test_b22_some_options_of_the_caller_are_not_planned(option: dict[str, int], card: FakeCard) -> None:
     planned = warm(card)
     explicit = start(card, **option)
     assert not explicit.by_address

@@ -156,6 +156,7 @@ def fake_card(monkeypatch: pytest.MonkeyPatch, *kernels: KernelLauncher) -> Iter
         patch.setattr(nvidia, "compile_module_from_src", lambda **_source: one_a_signature, raising=False)
         patch.setattr(nvidia, "library_dirs", list)
         patch.setattr(torch.cuda, "current_device", card.get_current_device)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(torch._C, "_cuda_getDevice", card.get_current_device, raising=False)
         patch.setattr(torch.cuda, "device", card.chosen)
         patch.setattr(triton.runtime.driver, "_active", card)

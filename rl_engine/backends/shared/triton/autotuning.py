@@ -207,20 +207,25 @@ class KernelLauncher:
     def _launch_tuned(
         self, policy: LaunchPolicy, known: Settled | None, grid: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """Launch through Triton, with ``known`` options, or with those that the autotuner names."""
-        if not self._explicit.isdisjoint(kwargs):
-            return self._launch_fixed(grid, args, kwargs)
-        index = self._signature.index(*args, **kwargs)
+        """Launch through Triton: with ``known`` options, the caller's, or those that the autotuner names."""
+        explicit = {name: value for name, value in kwargs.items() if name in self._explicit}
+        given = {name: value for name, value in kwargs.items() if name not in explicit}
+        index = self._signature.index(*args, **given)
         if _elsewhere(index):
             with torch.cuda.device(index):
                 return self._launch(grid, *args, **kwargs)
         if known is not None:
-            self._run(grid, args, {**kwargs, **known.options})
+            self._run(grid, args, {**given, **known.options})
             return None
-        options, lasting = self._choose(policy, grid, args, kwargs)
-        compiled = self._run(grid, args, {**kwargs, **options})
+        if explicit:
+            fixed = self.declaration.fixed(self._signature.sizes(*args, **given), device.for_launch(index))
+            # an option that the caller leaves to the rule may differ for the next sizes of the same key
+            options, lasting = {**fixed, **explicit}, fixed.keys() <= explicit.keys() and may_measure(index)
+        else:
+            options, lasting = self._choose(policy, grid, args, given)
+        compiled = self._run(grid, args, {**given, **options})
         if lasting:
-            plan = self._plan(compiled, options, grid, self._signature.values(*args, **kwargs), index)
+            plan = self._plan(compiled, options, grid, self._signature.values(*args, **given), index)
             self._settled[self._signature.key(policy.mode, policy.phase, *args, **kwargs)] = Settled(options, plan)
         return None
 
@@ -274,7 +279,7 @@ class KernelLauncher:
 
     def _choose(
         self, policy: LaunchPolicy, grid: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[Mapping[str, int], bool]:
+    ) -> tuple[dict[str, int], bool]:
         """Return the options that the autotuner names for a signature met first; False where they may still change."""
         values = self._signature.values(*args, **kwargs)
         index = self._signature.index(*args, **kwargs)

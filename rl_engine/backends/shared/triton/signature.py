@@ -37,8 +37,8 @@ class Signature:
         dynamic: integers that change from step to step; the compiler does not specialise them, the key buckets them.
         static: every other scalar, taken by value; of a run-time float only that it is one.
         constants: the ``tl.constexpr`` among them, which are compiled in.
-        key: (mode, phase, *args, **kwargs) -> hashable: equal for launches that share a selection in this process, and
-            then whatever Triton specialises a kernel on is equal too.
+        key: (mode, phase, *args, **kwargs with options) -> hashable: equal for launches that share a selection in this
+            process, and then whatever Triton specialises a kernel on is equal too.
         index: (*args, **kwargs) -> index of the device it runs on, -1 for the CPU.
         sizes: (*args, **kwargs) -> scalars by name.
         values: (*args, **kwargs) -> all arguments by name.
@@ -125,7 +125,7 @@ def generate(
         head,
     )
     source = (
-        f"def key(_mode, _phase, {accepted}):\n    _index = {device}.get_device()\n{text.tensors}\n"
+        f"def key(_mode, _phase, {accepted}, **_more):\n    _index = {device}.get_device()\n{text.tensors}\n"
         f"    return (_mode, _phase, _index, {text.terms})\n"
         f"def index({accepted}): return {device}.get_device()\n"
         f"def sizes({accepted}): return {_mapping(name for name in names if name not in pointers)}\n"
@@ -174,7 +174,7 @@ def launch(_grid, {self.accepted}, **_more):
 {f"        _bump(({_listed(inout)}))" if inout else ""}
         return
 {self.tensors}
-    _found = None if _more else _settled.get((_policy.mode, _policy.phase, _index, {self.terms}))
+    _found = _settled.get((_policy.mode, _policy.phase, _index, {self.terms}))
     _plan = None if _found is None else _found.plan
     if _plan is None or not _plan.holds():
         return _on(_policy, _found, _grid, {args}, {{{keywords}**_more}})
@@ -225,7 +225,7 @@ def _terms(
     -0.0 are equal and NaN is not equal to itself.
     """
     addresses = [_address(name) for name in pointers]
-    terms = [*(_kind(name) for name in pointers), "_here"]
+    terms = ["tuple(_more.items()) if _more else None", *(_kind(name) for name in pointers), "_here"]
     terms.append(f"0 if not ({' | '.join(addresses)}) & 15 else ({', '.join(f'{one} & 15 > 0' for one in addresses)},)")
     for name in dynamic:
         plain = f"{name}.__class__ is int and 0 < {name} <= {_WIDE}"

@@ -16,7 +16,7 @@ from rl_engine.backends.shared.triton.gemm.tiles import tiles
 from rl_engine.backends.shared.triton.qualification import BoundLaunch
 from rl_engine.backends.shared.triton.signature import tensor_parts
 from rl_engine.platforms.tuning.key import BUCKET, Candidate, Part, bucket
-from rl_engine.runtime.policy import launch_policy
+from rl_engine.runtime.policy import PLAIN, launch_policy, pinned
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -117,7 +117,8 @@ def _bound(tensors: Mapping[str, torch.Tensor | None]) -> BoundLaunch:
     """Return the product as the byte gate takes it; a start that is the result itself is read and written."""
 
     def run(values: Mapping[str, Any], candidate: Candidate) -> None:
-        _ready(candidate, {name: values[name] for name in tensors}).launch(**Choice.of(candidate).options)
+        with pinned(PLAIN):
+            _ready(candidate, {name: values[name] for name in tensors}).launch(**Choice.of(candidate).options)
 
     outputs, inout = ((), ("out",)) if _in_place(tensors) else (("out",), ())
     return BoundLaunch(run, tensors, outputs, inout, ("a", "b", "bias"))

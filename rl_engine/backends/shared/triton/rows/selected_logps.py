@@ -23,7 +23,7 @@ from rl_engine.backends.shared.triton.rows import logp_kernels as kernels
 from rl_engine.backends.shared.triton.signature import tensor_parts
 from rl_engine.platforms import device
 from rl_engine.platforms.tuning.key import BUCKET, Candidate, Part, bucket
-from rl_engine.runtime.policy import launch_policy
+from rl_engine.runtime.policy import PLAIN, launch_policy, pinned
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -235,6 +235,7 @@ def _bound(call: _Call) -> BoundLaunch:
     names = ("z", "other", "targets", "mask", "logps", "norm")
 
     def run(values: Mapping[str, Any], way: Candidate) -> None:
-        _run(replace(call, **{name: values[name] for name in names}), way)
+        with pinned(PLAIN):
+            _run(replace(call, **{name: values[name] for name in names}), way)
 
     return BoundLaunch(run, {name: getattr(call, name) for name in names}, ("logps", "norm"), (), ("z", "other"))
