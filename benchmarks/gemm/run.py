@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 COMMAND = textwrap.dedent((__doc__ or "").split("\n\n")[1])
 _SEED = 1234
 _TUNER_S = 600.0  # what the tuner may spend: here its choice is of interest, not its patience
-_SEARCH_SHARE = 0.6  # of the time budget, after which no product is searched any more
-_COMPILE_SHARE = 0.9  # likewise for torch.compile
+_SEARCH_SHARE = 0.9  # of the time budget, after which no product is searched any more
+_COMPILE_SHARE = 0.8  # likewise for torch.compile
 
 
 @dataclass(frozen=True)
