@@ -7,30 +7,41 @@ import importlib.metadata
 import platform
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_engine.platforms.device import identify
 from rl_engine.platforms.tuning.identity import machine_parts
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 ROOT = Path(__file__).resolve().parents[1]
-MEASURED = ("rl_engine", "benchmarks")  # packages whose source a measurement depends on
+LIBRARY = "rl_engine"
 _PACKAGES = ("torch", "triton", "filelock", "numpy", "matplotlib")
 
 
-def sources_digest(root: Path = ROOT) -> str:
-    """Return the SHA-256 over the path and text of every Python file of `MEASURED`, in the order of their paths."""
+def sources_digest(packages: Iterable[str], root: Path = ROOT) -> str:
+    """Return the SHA-256 over the path and text of every Python file of some packages, in the order of their paths."""
     digest = hashlib.sha256()
-    for path in sorted(path for package in MEASURED for path in (root / package).rglob("*.py")):
+    for path in sorted(path for package in packages for path in (root / package).rglob("*.py")):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
 
-def environment(index: int, command: str) -> dict[str, Any]:
-    """Return what a reader needs to repeat a measurement on accelerator ``index`` (-1: the CPU)."""
+def environment(index: int, command: str, *benchmarks: str) -> dict[str, Any]:
+    """Return what a reader needs to repeat a measurement.
+
+    Args:
+        index: of the accelerator, -1 for the CPU.
+        command: that measures.
+        benchmarks: the packages under ``benchmarks`` that the measurement depends on, beside the library.
+    """
+    packages = (LIBRARY, *(f"benchmarks/{name}" for name in benchmarks))
     identity = asdict(identify(index))
     return {
         "command": command,
-        "sources_sha256": sources_digest(),
+        "sources": packages,
+        "sources_sha256": sources_digest(packages),
         "device": {name: identity[name] for name in ("kind", "name", "arch", "sm_count", "memory_bytes", "l2_bytes")},
         "driver": machine_parts(index, "model")["runtime.driver"],
         "toolkit": machine_parts(index, "model")["runtime.toolkit"],

@@ -195,7 +195,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks.gemm.run times a GPU and found none")
     options.out.mkdir(parents=True, exist_ok=True)
-    environment = provenance.environment(torch.cuda.current_device(), COMMAND)
+    environment = provenance.environment(torch.cuda.current_device(), COMMAND, "gemm", "operators")
     (options.out / ENVIRONMENT_FILE).write_text(json.dumps(environment, indent=1) + "\n")
     with side_stream():
         results = run(options, wanted, GraphTimer())

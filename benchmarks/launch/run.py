@@ -44,7 +44,7 @@ def main() -> int:
             "benchmarks.launch.run times launches on a GPU and found none; see benchmarks.launch.host_cost"
         )
     options.out.mkdir(parents=True, exist_ok=True)
-    environment = provenance.environment(torch.cuda.current_device(), COMMAND)
+    environment = provenance.environment(torch.cuda.current_device(), COMMAND, "launch", "operators", "training")
     environment["packages"]["liger-kernel"] = provenance.version("liger-kernel")
     (options.out / ENVIRONMENT_FILE).write_text(json.dumps(environment, indent=1) + "\n")
     results, began = Results(), time.monotonic()

@@ -260,7 +260,7 @@ def main() -> int:
         raise SystemExit("benchmarks.operators.run times a GPU and found none")
     warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled")  # Inductor's, of every large vocabulary
     options.out.mkdir(parents=True, exist_ok=True)
-    environment = provenance.environment(torch.cuda.current_device(), COMMAND)
+    environment = provenance.environment(torch.cuda.current_device(), COMMAND, "operators")
     environment["packages"] |= {name: provenance.version(name) for name in ("liger-kernel", "transformers")}
     (options.out / ENVIRONMENT_FILE).write_text(json.dumps(environment, indent=1) + "\n")
     with side_stream(), autotune("off"):

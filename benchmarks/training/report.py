@@ -76,7 +76,7 @@ def main() -> None:
     device = 0 if torch.cuda.is_available() else -1
     for name, content in (
         ("summary.json", summary(options.runs)),
-        ("environment.json", provenance.environment(device, COMMAND)),
+        ("environment.json", provenance.environment(device, COMMAND, "training")),
     ):
         (options.out / name).write_text(json.dumps(content, indent=1) + "\n")
     shutil.copy(options.runs / "learning" / REWARD_FILE, options.out)

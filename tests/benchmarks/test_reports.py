@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.provenance import MEASURED, ROOT, sources_digest
+from benchmarks.provenance import ROOT, sources_digest
 
 REPORTS = sorted(path.parent for path in (ROOT / "reports" / "experiments").glob("*/environment.json"))
 
 
+PACKAGES = ("rl_engine", "benchmarks/gemm")
+
+
 def copy_of_sources(target: Path) -> Path:
-    for package in MEASURED:
+    for package in (*PACKAGES, "benchmarks/other"):
         (target / package).mkdir(parents=True)
         (target / package / "one.py").write_text("x = 1\n")
     return target
@@ -21,12 +24,13 @@ def copy_of_sources(target: Path) -> Path:
 
 def test_the_digest_sees_text_and_names(tmp_path):
     root = copy_of_sources(tmp_path)
-    before = sources_digest(root)
-    assert sources_digest(root) == before
+    before = sources_digest(PACKAGES, root)
+    (root / "benchmarks" / "other" / "one.py").write_text("x = 2\n")
+    assert sources_digest(PACKAGES, root) == before
     (root / "rl_engine" / "one.py").write_text("x = 2\n")
-    changed = sources_digest(root)
+    changed = sources_digest(PACKAGES, root)
     (root / "rl_engine" / "one.py").rename(root / "rl_engine" / "two.py")
-    assert len({before, changed, sources_digest(root)}) == 3
+    assert len({before, changed, sources_digest(PACKAGES, root)}) == 3
 
 
 def test_there_are_reports():
@@ -39,7 +43,7 @@ def test_a_report_says_how_it_was_made(report, record_property, capsys):
     assert set(environment) >= {"command", "sources_sha256", "device", "driver", "python", "packages"}
     assert json.loads((report / "summary.json").read_text())
     assert (report / "README.md").read_text().startswith("# ")
-    stale = environment["sources_sha256"] != sources_digest()
+    stale = environment["sources_sha256"] != sources_digest(environment.get("sources", ("rl_engine", "benchmarks")))
     record_property("stale", stale)
     if stale:
         with capsys.disabled():

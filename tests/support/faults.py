@@ -26,7 +26,7 @@ FAILURES: Mapping[str, Callable[[], Exception]] = {
     "OutOfResources": lambda: OutOfResources(262_176, 232_448, "shared memory"),
     "PTXASError": lambda: PTXASError("made up"),
 }
-_compiled = LaunchSite._compiled
+_compiled = LaunchSite.compiled
 _run = KernelLauncher._run
 
 
@@ -57,7 +57,7 @@ class FakeCompiler:
         monkeypatch.setattr(compiler, "launch_identity", lambda compiled, grid: f"{compiled.options} {grid}")
         monkeypatch.setattr(distinct, "bit_class", lambda _compiled: None)
         monkeypatch.setattr(distinct, "together", lambda classes: next(iter(classes)))  # as interpreted: none
-        monkeypatch.setattr(LaunchSite, "_compiled", self._as_on_a_card)
+        monkeypatch.setattr(LaunchSite, "compiled", self._as_on_a_card)
         monkeypatch.setattr(LaunchSite, "keeps", lambda _site, _fixed, bits: not bits)
 
     def count(self, **options: int) -> int:

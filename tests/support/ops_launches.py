@@ -36,7 +36,7 @@ class Launch:
     @property
     def values(self) -> dict[str, Any]:
         """Every argument by name."""
-        return self.kernel._signature.values(*self.args, **self.kwargs)
+        return self.kernel.values(*self.args, **self.kwargs)
 
     @property
     def index(self) -> int:
@@ -45,7 +45,7 @@ class Launch:
 
     def bound(self) -> BoundLaunch:
         """Return it as the byte gate takes it."""
-        return self.kernel._bound(self.grid, self.values)
+        return self.kernel.bound(self.grid, self.values)
 
     def candidates(self) -> tuple[Candidate, ...]:
         """Return every launch that a tuner would consider, the fixed one first."""

@@ -247,7 +247,7 @@ class KernelLauncher:
         """Return the plan of a launch that gave ``compiled``, where there can be one."""
         if compiled is None:
             return None
-        launch = self._bound(grid, values, options)
+        launch = self.bound(grid, values, options)
 
         def replay(plan: LaunchPlan, values: Mapping[str, Any]) -> bool:
             declined: list[Any] = []
@@ -289,7 +289,7 @@ class KernelLauncher:
             parts=self._signature.parts(values),
             candidates=lambda identity: self.candidates(values, identity),
             launches=one_kernel(self.fn, grid, values, self.declaration.descriptors),
-            bound=self._bound(grid, values),
+            bound=self.bound(grid, values),
             failures=self._failures,
             index=index,
             warm=self.declaration.warm,
@@ -297,7 +297,7 @@ class KernelLauncher:
         answer = ask(question, policy, measures=may_measure(index))
         return dict(answer.winner.options), answer.lasts
 
-    def _bound(self, grid: Any, values: Mapping[str, Any], options: Mapping[str, int] | None = None) -> BoundLaunch:
+    def bound(self, grid: Any, values: Mapping[str, Any], options: Mapping[str, int] | None = None) -> BoundLaunch:
         """Return the launch as the byte gate takes it; with ``options`` whatever the candidate is."""
 
         def run(values: Mapping[str, Any], candidate: Candidate) -> None:

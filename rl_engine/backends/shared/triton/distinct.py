@@ -71,7 +71,7 @@ class Distinct:
 
 
 @dataclass(frozen=True)
-class _Compiled:
+class Compiled:
     """What would run, as text that equal launches share, and its bit class; None where it is interpreted."""
 
     identity: str
@@ -165,7 +165,7 @@ class LaunchSite:
         """
         fixed = candidates[0]
         known = {one: reason for one in candidates if (reason := self.failures.reason(self.specialisation, one))}
-        compiled = self._compiled([one for one in candidates if one not in known])
+        compiled = self.compiled([one for one in candidates if one not in known])
         kept: dict[str, Candidate] = {}
         rejections: list[Rejection] = []
         bits: BitClass | None = None
@@ -203,11 +203,11 @@ class LaunchSite:
         except compiler.CANDIDATE_FAILURES as error:
             raise TrialUnavailableError(f"the fixed launch failed: {compiler.first_line(error)}") from error
 
-    def _compiled(self, candidates: Sequence[Candidate]) -> dict[Candidate, _Compiled | Exception]:
+    def compiled(self, candidates: Sequence[Candidate]) -> dict[Candidate, Compiled | Exception]:
         """Return what would run for each candidate, or why nothing would."""
         if self.interpreted:
             return {
-                one: _Compiled(repr([_interpreted(each) for each in self.launches(one)]), None) for one in candidates
+                one: Compiled(repr([_interpreted(each) for each in self.launches(one)]), None) for one in candidates
             }
         outcomes = run_all(
             [functools.partial(self._compile_and_read, one) for one in candidates],
@@ -226,7 +226,7 @@ class LaunchSite:
 
     def _loaded(
         self, candidate: Candidate, outcome: tuple[tuple[Any, ...], BitClass] | Exception
-    ) -> _Compiled | Exception:
+    ) -> Compiled | Exception:
         """Load in this thread: what does not fit the card shows here, not at compilation."""
         if isinstance(outcome, Exception):
             return outcome
@@ -237,7 +237,7 @@ class LaunchSite:
         except compiler.CANDIDATE_FAILURES as error:
             return error
         launches = zip(compiled, self.launches(candidate), strict=True)
-        return _Compiled(" ".join(compiler.launch_identity(one, launch.axes) for one, launch in launches), bits)
+        return Compiled(" ".join(compiler.launch_identity(one, launch.axes) for one, launch in launches), bits)
 
     def _programs(self, candidate: Candidate) -> int:
         return sum(math.prod(one.axes) for one in self.launches(candidate))
