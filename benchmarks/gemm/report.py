@@ -111,14 +111,18 @@ def _losses(rows: Sequence[Row], reasons: Mapping[str, str]) -> str:
 def _others(results: Results) -> str:
     lines = [f"- {label}: not timed, {why}." for label, why in results.skipped.items()]
     lines += [f"- {label}: **failed**, {why}." for label, why in results.failed.items()]
-    lines += [f"- {_label(row)}: {row.note}." for row in results.rows if row.note]
-    lines += [f"- {_label(row)}: the best of {row.candidates} is {row.best}." for row in results.rows if row.best]
+    for row in results.rows:
+        said = [row.note] if row.note else []
+        said += [f"the tuner took {row.tuned}"] if row.tuned else []
+        said += [f"the best of {row.candidates} is {row.best}"] if row.best else []
+        lines += [f"- {_label(row)}: {'; '.join(said)}."] if said else []
     return "## Notes on rows\n\n" + "\n".join(lines) if lines else ""
 
 
 def _how(rows: Sequence[Row]) -> str:
     checked = sum(row.bytes_checked for row in rows)
     error = max((row.error for row in rows), default=0.0)
+    apart = max((_apart(row) for row in rows if row.tuned_us and not row.tuned), default=0.0)
     return textwrap.dedent(
         f"""\
         ## How to read it
@@ -127,12 +131,19 @@ def _how(rows: Sequence[Row]) -> str:
           alone, and with those of every choice of the search: {checked:,} bytes in all were equal. The largest error
           against float64 is {error:.2g} of the largest value; half a unit of bf16 is {2**-9:.2g}.
         - Limit: {FLOPS_PER_US / 1e6:.0f} TFLOP/s or {BYTES_PER_US / 1e6:.1f} TB/s, whichever takes longer.
-        - Times are medians of {SAMPLES} CUDA-graph replays, everyone's in turns in one process, but for the tuner's and
-          torch.compile's, which came after. Argument sets rotate so that 120 MB pass before one is used again.
-        - µs: the faster of the fixed rule and the tuner. Both gradients, and all three products, are captured together.
+        - Times are medians of {SAMPLES} CUDA-graph replays, everyone's in turns in one process. Argument sets rotate so
+          that 120 MB pass before one is used again.
+        - Where the tuner kept the rule's launch, "fixed" and "tuned" are samples of one launch: up to {apart:.1%} apart
+          here, since a large product's speed follows the card's temperature and power. Less says nothing.
+        - µs: the faster of the fixed rule and the tuner; their mean where both are one launch. Both gradients, and all
+          three products, are captured together.
         - {NAIVE} and the wider one are this library's kernel with one tile, 8 warps and 3 stages, as batch-invariant
           GEMMs in use take for every shape. torch.mm is cuBLAS, which may split K and so is not batch-invariant."""
     )
+
+
+def _apart(row: Row) -> float:
+    return abs(row.fixed_us / (row.tuned_us or row.fixed_us) - 1)
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:

@@ -110,7 +110,7 @@ class Row:
         phase: of the product.
         kind: training, decode or depth.
         shape: rows x columns x K.
-        time_us: the faster of the fixed rule and the tuner.
+        time_us: the faster of the fixed rule and the tuner; where the tuner kept the rule's launch, the mean of both.
         fixed_us: by the fixed rule.
         tuned_us: by what the tuner chose.
         best_us: by the best of an exhaustive search over paths, tiles and launches.
@@ -124,6 +124,7 @@ class Row:
         bytes_checked: bytes compared equal, to a second run, a smaller batch and every candidate.
         error: largest error against float64, of the largest value.
         note: what there is to say.
+        tuned: what the tuner took instead of the rule's launches; the empty text where it kept them.
     """
 
     operator: str
@@ -145,6 +146,7 @@ class Row:
     candidates: int = 0
     peers: dict[str, float | None] = field(default_factory=dict)
     note: str = ""
+    tuned: str = ""
 
     def faster_than(self, peer: str) -> float | None:
         """Return how many times as fast as a peer this is."""
