@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
 from rl_engine.backends.shared.triton.autotuning import KernelLauncher, TunableKernel
-from rl_engine.backends.shared.triton.gemm import product
+from rl_engine.backends.shared.triton.gemm import launch, product
 from rl_engine.backends.shared.triton.gemm.rule import Plan, Precision
 from rl_engine.backends.shared.triton.resources import shared_bytes
 from rl_engine.platforms import device
@@ -36,23 +37,28 @@ def _launches(
     monkeypatch: pytest.MonkeyPatch, target: Target, shape: tuple[int, int, int], precision: Precision, **kwargs: Any
 ) -> Offline:
     """Return what a product launches on ``target``: nothing is computed, and the operands have no memory."""
-    made: list[Offline] = []
-
-    def note(self: KernelLauncher, _grid: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        values = {**dict(zip(self.fn.arg_names, args, strict=False)), **kwargs}
-        options = {name: values.pop(name) for name in ("num_warps", "num_stages")}
-        made.append(Offline(self, {name: values[name] for name in self.fn.arg_names}, options))
-
     m, n, k = shape
     make = {"dtype": DTYPES[precision], "device": "cpu"}
     a, b = torch.empty(m, k, **make), torch.empty(n, k, **make).mT
     out = torch.empty(m, n, dtype=kwargs.pop("out_dtype", DTYPES[precision]))
+    (made,) = _noted(monkeypatch, target, lambda: product.multiply(a, b, out, precision, **kwargs))
+    return made
+
+
+def _noted(monkeypatch: pytest.MonkeyPatch, target: Target, multiply: Callable[[], None]) -> list[Offline]:
+    """Return what ``multiply`` would launch on ``target``."""
+    made: list[Offline] = []
+
+    def note(self: KernelLauncher, _grid: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        values = {**dict(zip(self.fn.arg_names, args, strict=False)), **kwargs}
+        options = {name: values.pop(name) for name in ("num_warps", "num_stages") if name in values}
+        made.append(Offline(self, {name: values[name] for name in self.fn.arg_names}, options))
+
     with monkeypatch.context() as patch, autotune("off"):
         patch.setattr(KernelLauncher, "_run", note)
         patch.setattr(device, "identify", lambda _index: target.identity)
-        product.multiply(a, b, out, precision, **kwargs)
-    assert len(made) == 1
-    return made[0]
+        multiply()
+    return made
 
 
 def _problems(launch: Offline, target: Target) -> list[str]:
@@ -92,6 +98,18 @@ def test_other_tiles_are_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(product, "plan", lambda *_args, forced=forced, **_more: forced)
         launches.append(_launches(monkeypatch, target, (512, 512, 4096), "half"))
     assert _all(launches, target) == []
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["as it is", "transposed"])
+@pytest.mark.parametrize("name", ["sm_90", "sm_100"])
+def test_segments_through_descriptors_are_too(name: str, transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, make = TARGETS[name], {"dtype": torch.bfloat16, "device": "cpu"}
+    a, out = torch.empty(8192, 2048, **make), torch.empty(8192, 1536, **make)
+    b = torch.empty(8, 1536, 2048, **make).mT if transposed else torch.empty(8, 2048, 1536, **make)
+    offsets = torch.zeros(9, dtype=torch.int32)
+    table, by_table = _noted(monkeypatch, target, lambda: launch.multiply_segments(a, b, offsets, out, "half"))
+    assert [one.kernel.__name__ for one in (table, by_table)] == ["_gemm_segment_table_kernel", "_gemm_segments_kernel"]
+    assert _all([by_table], target) == []
 
 
 @pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[3]], ids=["decode", "training"])

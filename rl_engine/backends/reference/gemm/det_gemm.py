@@ -123,6 +123,7 @@ def _check_accumulator(into: torch.Tensor, b: torch.Tensor) -> None:
         Case("wide-out", {"rows": 19, "inner": 32, "cols": 24}, {"out_dtype": torch.float32}),
         Case("batch", {"rows": 5, "inner": 24, "cols": 16, "batch": 3}),
         Case("groups", {"rows": 50, "inner": 24, "cols": 16, "groups": 4}),
+        Case("experts", {"rows": 300, "inner": 64, "cols": 72, "groups": 3}),
         Case("accumulate", {"rows": 32, "inner": 24, "cols": 16, "accumulate": 1}),
         Case("accumulate-groups", {"rows": 50, "inner": 24, "cols": 16, "groups": 3, "accumulate": 1}),
         Case("empty", {"rows": 0, "inner": 8, "cols": 5}),

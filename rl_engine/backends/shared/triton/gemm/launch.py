@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from rl_engine.backends.shared.triton.compiler import interpreted
-from rl_engine.backends.shared.triton.descriptors import lies_transposed
+from rl_engine.backends.shared.triton.descriptors import describable, lies_transposed
 from rl_engine.backends.shared.triton.distinct import Ready
 from rl_engine.backends.shared.triton.gemm.persistent import persistent
 from rl_engine.backends.shared.triton.gemm.rule import (
@@ -17,19 +19,20 @@ from rl_engine.backends.shared.triton.gemm.rule import (
     parts,
     persistent_programs,
     plan,
+    reads_descriptors,
 )
+from rl_engine.backends.shared.triton.gemm.segments import ENTRY, by_table, table
 from rl_engine.backends.shared.triton.gemm.tiles import groups, tiles
 from rl_engine.backends.shared.triton.operands import power_of_two
 from rl_engine.platforms import device
 
 if TYPE_CHECKING:
-    import torch
-
     from rl_engine.platforms.device import DeviceIdentity
 
 _INTERPRETED = interpreted(tiles.fn)  # whatever device is known: its tile decides NumPy's order of sums
 _REACH = 1 << 31  # elements that 32-bit lanes of a tile get to
 _BATCHED = 3  # axes
+_ROWS = 64  # of a tile from which a segment's tiles are worth a table
 
 
 def ready(
@@ -94,12 +97,45 @@ def multiply_segments(
     card = identify(a)
     rows, n_groups, k, n = len(a), *b.shape
     block_m, block_n, block_k = _segment_tile(rows, n_groups, n, k, precision, card)
+    tile = Plan(block_m, block_n, block_k, described=True)
+    if block_m >= _ROWS and reads_descriptors(precision, card) and _stacked(a, b, out, tile):
+        multiply_by_table(a, b, offsets, out, tile, card)
+        return
     grid = ((rows // block_m + n_groups + 2) * -(-n // block_n),)
     groups[grid](
         a, b, offsets, out, rows, n, k, n_groups, *a.stride(), *b.stride(), out.stride(0),
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, TAIL=k % block_k != 0, N_ALIGNED=n % LEAST == 0,
         WIDE=_is_wide(block_m, block_n, block_k, a.stride(), b.stride()[1:], (out.stride(0), 1)),
         LANES=power_of_two(n_groups + 3), PRECISION=dot_precision(precision, card),
+    )  # fmt: skip
+
+
+def _stacked(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, tile: Plan) -> bool:
+    """Return whether a, out, and b as one matrix can be described, and no tile of b reaches into the next group."""
+    n_groups, k, n = b.shape
+    if lies_transposed(a) or not (describable(a) and describable(out)) or n_groups * max(k, n) >= _REACH:
+        return False
+    if lies_transposed(b):  # columns are neighbours of the next group's: more of them are computed, and not stored
+        return b.mT.is_contiguous() and k * b.element_size() % LEAST == 0
+    return b.is_contiguous() and k % tile.block_k == 0 and n * b.element_size() % LEAST == 0
+
+
+def multiply_by_table(
+    a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor, tile: Plan, card: DeviceIdentity
+) -> None:
+    """Do as `multiply_segments` through descriptors, for operands that fit them (`_stacked`)."""
+    rows, n_groups, k, n = len(a), *b.shape
+    row_tiles = rows // tile.block_m + n_groups + 2  # at the most: a tile that is not full for every segment
+    entries = torch.empty((1 + row_tiles) * ENTRY, dtype=torch.int32, device=a.device)
+    lanes = power_of_two(n_groups + 3)
+    table[(row_tiles,)](offsets, entries, out, rows, n, n_groups, out.stride(0), LANES=lanes, BLOCK_M=tile.block_m)
+    turned_b = lies_transposed(b)
+    stacked = b.mT.reshape(n_groups * n, k) if turned_b else b.reshape(n_groups * k, n)
+    grid = (min(row_tiles * -(-n // tile.block_n), card.sm_count),)
+    by_table[grid](
+        a, stacked.mT if turned_b else stacked, out, entries, rows, n, k, n if turned_b else k, out.stride(0),
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, B_T=turned_b,
+        PARTS=parts(tile, out.element_size()), PRECISION=None,
     )  # fmt: skip
 
 

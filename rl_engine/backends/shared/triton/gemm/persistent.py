@@ -20,7 +20,8 @@ def _a_block(meta: Mapping[str, Any]) -> list[int]:
     return block[::-1] if meta["A_T"] else block
 
 
-def _b_block(meta: Mapping[str, Any]) -> list[int]:
+def b_block(meta: Mapping[str, Any]) -> list[int]:
+    """Return the block of B's descriptor."""
     block = [meta["BLOCK_K"], meta["BLOCK_N"]]
     return block[::-1] if meta["B_T"] else block
 
@@ -34,7 +35,7 @@ def _c_block(meta: Mapping[str, Any]) -> list[int]:
     outputs=("c_ptr",),
     data=("a_ptr", "b_ptr", "bias_ptr"),
     dynamic=("m", "n", "k"),
-    descriptors={"a_ptr": _a_block, "b_ptr": _b_block, "c_ptr": _c_block},
+    descriptors={"a_ptr": _a_block, "b_ptr": b_block, "c_ptr": _c_block},
     fixed=rule.launch,
     neutral=NEUTRAL,
     admits=rule.admits,
@@ -79,21 +80,22 @@ def _store(c_ptr, row, col, acc, C_T: tl.constexpr, PARTS: tl.constexpr, BLOCK_M
     if PARTS == 1:
         _store_part(c_ptr, row, col, acc, C_T)
     else:
-        left, right = _halves(acc, BLOCK_M, BLOCK_N)
+        left, right = halves(acc, BLOCK_M, BLOCK_N)
         if PARTS == 2:
             _store_part(c_ptr, row, col, left, C_T)
             _store_part(c_ptr, row, col + BLOCK_N // 2, right, C_T)
         else:
-            first, second = _halves(left, BLOCK_M, BLOCK_N // 2)
+            first, second = halves(left, BLOCK_M, BLOCK_N // 2)
             _store_part(c_ptr, row, col, first, C_T)
             _store_part(c_ptr, row, col + BLOCK_N // 4, second, C_T)
-            third, fourth = _halves(right, BLOCK_M, BLOCK_N // 2)
+            third, fourth = halves(right, BLOCK_M, BLOCK_N // 2)
             _store_part(c_ptr, row, col + BLOCK_N // 2, third, C_T)
             _store_part(c_ptr, row, col + BLOCK_N * 3 // 4, fourth, C_T)
 
 
 @triton.jit
-def _halves(tile, ROWS: tl.constexpr, COLS: tl.constexpr):
+def halves(tile, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Return the left and the right half of a tile's columns."""
     return tl.split(tl.permute(tl.reshape(tile, (ROWS, 2, COLS // 2)), (0, 2, 1)))
 
 

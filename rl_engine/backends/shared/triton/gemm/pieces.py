@@ -96,18 +96,26 @@ def segment_bounds(offsets_ptr, group, n_rows, LANES: tl.constexpr):
 
 
 @triton.jit
-def segment_of_tile(offsets_ptr, tile, n_rows, n_groups, LANES: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return (group, first row of the tile, end of its segment) of the row tile numbered ``tile`` over all groups.
+def segments(offsets_ptr, n_rows, n_groups, LANES: tl.constexpr):
+    """Return (first row, end) of every segment [LANES]: number 0 lies before group 0, n_groups + 1 behind the last.
 
-    Rows before the first offset are group -1, those behind the last group ``n_groups``: both belong to nobody. A tile
-    behind the last gives an end of 0. Wild offsets are made to stay and rise.
+    These two belong to nobody. Wild offsets are made to stay in [0, n_rows] and to rise; lanes behind are empty.
     """
     lane = tl.arange(0, LANES)
     start = tl.load(offsets_ptr + lane - 1, mask=(lane > 0) & (lane < n_groups + 2), other=0).to(tl.int64)
     end = tl.load(offsets_ptr + lane, mask=lane < n_groups + 1, other=n_rows).to(tl.int64)
     start = tl.where(lane < n_groups + 2, tl.minimum(tl.maximum(start, 0), n_rows), n_rows)
     start = tl.associative_scan(start, 0, _larger)
-    end = tl.associative_scan(tl.minimum(tl.maximum(end, 0), n_rows), 0, _larger)
+    return start, tl.associative_scan(tl.minimum(tl.maximum(end, 0), n_rows), 0, _larger)
+
+
+@triton.jit
+def segment_of_tile(start, end, tile, LANES: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return (group, first row of the tile, end of its segment) of the row tile numbered ``tile`` over all `segments`.
+
+    Groups of nobody are -1 and ``n_groups``. A tile behind the last gives an end of 0.
+    """
+    lane = tl.arange(0, LANES)
     tiles = (end - start + BLOCK_M - 1) // BLOCK_M
     behind = tl.cumsum(tiles, 0)
     segment = tl.sum((behind <= tile).to(tl.int32), 0)

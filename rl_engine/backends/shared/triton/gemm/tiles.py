@@ -15,6 +15,7 @@ from rl_engine.backends.shared.triton.gemm.pieces import (
     finished,
     segment_bounds,
     segment_of_tile,
+    segments,
     tile_of,
 )
 
@@ -87,7 +88,8 @@ def _gemm_groups_kernel(
     """C[r] = A[r] B[g] for the rows r of segment g; rows of no segment are zeros."""
     row_tiles = m // BLOCK_M + n_groups + 2  # at the most: a tile that is not full for every segment
     row_tile, col_tile = tile_of(tl.program_id(0), row_tiles, tl.cdiv(n, BLOCK_N), GROUP)
-    group, first_row, end = segment_of_tile(offsets_ptr, row_tile, m, n_groups, LANES, BLOCK_M)
+    starts, ends = segments(offsets_ptr, m, n_groups, LANES)
+    group, first_row, end = segment_of_tile(starts, ends, row_tile, LANES, BLOCK_M)
     if first_row >= end:
         return
     row, col, depth = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
