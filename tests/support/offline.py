@@ -28,7 +28,10 @@ MOST_ROWS = 64  # of a recorded case: nothing is computed, but inputs are made
 MORE_SIZES = {
     "rms_norm": [{"rows": 1 << 17, "hidden": 181}, {"rows": 1 << 14, "hidden": 8192}],
     "embedding": [{"rows": 1025, "vocab": 97, "hidden": 8}],
-    "det_gemm": [{"rows": 8192, "inner": 4096, "cols": 6144, "weight": 1}],
+    "det_gemm": [
+        {"rows": 8192, "inner": 4096, "cols": 6144, "weight": 1},
+        {"rows": 300, "inner": 64, "cols": 72, "groups": 3},
+    ],
 }
 _TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16",
