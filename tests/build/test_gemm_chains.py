@@ -110,6 +110,9 @@ def test_segments_through_descriptors_are_too(name: str, transposed: bool, monke
     table, by_table = _noted(monkeypatch, target, lambda: launch.multiply_segments(a, b, offsets, out, "half"))
     assert [one.kernel.__name__ for one in (table, by_table)] == ["_gemm_segment_table_kernel", "_gemm_segments_kernel"]
     assert _all([by_table], target) == []
+    text = compile_offline(by_table, target, OWN).asm["ptx"]
+    assert "st.global.v4" in text
+    assert "st.global.b16" not in text, "the last tile's mask narrows the stores"
 
 
 @pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[3]], ids=["decode", "training"])

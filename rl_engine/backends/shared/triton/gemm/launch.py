@@ -134,7 +134,7 @@ def multiply_by_table(
     grid = (min(row_tiles * -(-n // tile.block_n), card.sm_count),)
     by_table[grid](
         a, stacked.mT if turned_b else stacked, out, entries, rows, n, k, n if turned_b else k, out.stride(0),
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, B_T=turned_b,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, B_T=turned_b, N_ALIGNED=n % LEAST == 0,
         PARTS=parts(tile, out.element_size()), PRECISION=None,
     )  # fmt: skip
 

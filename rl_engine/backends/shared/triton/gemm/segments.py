@@ -14,7 +14,7 @@ import triton.language as tl
 from rl_engine.backends.shared.triton.autotuning import TunableKernel
 from rl_engine.backends.shared.triton.gemm import rule
 from rl_engine.backends.shared.triton.gemm.persistent import b_block, halves
-from rl_engine.backends.shared.triton.gemm.pieces import NEUTRAL, finished, segment_of_tile, segments, tile_of
+from rl_engine.backends.shared.triton.gemm.pieces import NEUTRAL, aligned, finished, segment_of_tile, segments, tile_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -78,7 +78,7 @@ def _gemm_segment_table_kernel(
 def _gemm_segments_kernel(
     a_ptr, b_ptr, c_ptr, table_ptr, m, n, k, b_group, c_row,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    B_T: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
+    B_T: tl.constexpr, N_ALIGNED: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """C[r] = A[r] B[g] for the rows r of segment g. B lies in memory as one matrix, g from its row g * b_group on.
 
@@ -102,7 +102,7 @@ def _gemm_segments_kernel(
                 b = b_ptr.load([start + depth, col])
             acc = tl.dot(a, b, acc, input_precision=PRECISION)
         acc = finished(acc, None, row, col, row, col, BY_ROWS=False)
-        _store_rows(c_ptr, row, col, end, n, c_row, acc, PARTS, BLOCK_M, BLOCK_N)
+        _store_rows(c_ptr, row, col, end, aligned(n, N_ALIGNED), c_row, acc, PARTS, BLOCK_M, BLOCK_N)
 
 
 @triton.jit
