@@ -114,6 +114,9 @@ _graph_backward = graph_operator("silu_backward", _backward, fake=empty_like, ph
 differentiate(_graph_forward, _graph_backward, lambda inputs, _y: inputs)
 
 
+_door = operands.Door("silu", "x")
+
+
 @implements("silu", backend_id="rlkernel.triton.silu", unavailable=unavailable)
 def silu(x: torch.Tensor) -> torch.Tensor:
     """Return ``x * sigmoid(x)``, computed in fp32 and rounded once.
@@ -128,8 +131,7 @@ def silu(x: torch.Tensor) -> torch.Tensor:
         TypeError: another dtype, or a tensor subclass.
         ValueError: a device that Triton does not run on.
     """
-    operands.require_tensors("silu", x=x)
-    operands.require_floats("silu", x=x)
+    _door(x)
     if torch.compiler.is_compiling():
         return _graph_forward(x)
     return _SiLU.apply(x) if operands.grad_enabled(x) else _forward(x)

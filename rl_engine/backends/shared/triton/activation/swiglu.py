@@ -143,6 +143,9 @@ _graph_backward = graph_operator(
 differentiate(_graph_forward, _graph_backward, lambda inputs, _y: inputs)
 
 
+_door = operands.Door("swiglu", "gate", "up")
+
+
 @implements("swiglu", backend_id="rlkernel.triton.swiglu", unavailable=unavailable)
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Return ``silu(gate) * up``, computed in fp32 and rounded once.
@@ -159,8 +162,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         TypeError: other or different dtypes, or a tensor subclass.
         ValueError: different shapes or devices, or a device that Triton does not run on.
     """
-    operands.require_tensors("swiglu", gate=gate, up=up)
-    operands.require_floats("swiglu", gate=gate, up=up)
+    _door(gate, up)
     if gate.shape != up.shape:
         raise ValueError(f"swiglu: gate is {list(gate.shape)}, up is {list(up.shape)}; pass equal shapes")
     if gate.dtype != up.dtype:

@@ -135,6 +135,9 @@ def _eager(
     return _forward(weight, token_ids, padding, scale)
 
 
+_door = operands.Door("embedding", "token_ids", "weight", "accumulate_into", any_dtype=("token_ids",))
+
+
 @implements("embedding", backend_id="rlkernel.triton.embedding", unavailable=unavailable)
 def embedding(
     token_ids: torch.Tensor,
@@ -170,8 +173,7 @@ def embedding(
         TypeError: a tensor subclass, weight of another dtype, ids that are not int32 or int64, or accumulate_into of
             another dtype.
     """
-    operands.require_tensors("embedding", token_ids=token_ids, weight=weight, accumulate_into=accumulate_into)
-    operands.require_floats("embedding", weight=weight, accumulate_into=accumulate_into)
+    _door(token_ids, weight, accumulate_into)
     padding = check_embedding(token_ids, weight, padding_idx, accumulate_into)
     if validate:
         validate_ids("embedding", token_ids, weight.shape[0])

@@ -219,6 +219,11 @@ def _eager(
     return _forward(a, b, bias, offsets, out_dtype, input_precision)
 
 
+_door = operands.Door(
+    "det_gemm", "a", "b", "bias", "offsets", "accumulate_into", any_dtype=("offsets", "accumulate_into")
+)
+
+
 @implements("det_gemm", backend_id="rlkernel.triton.det_gemm", unavailable=unavailable)
 def det_gemm(
     a: torch.Tensor,
@@ -277,8 +282,7 @@ def checked_gemm(
     in_graph: Any,
 ) -> torch.Tensor:
     """Return `det_gemm` of the same arguments; ``in_graph`` is what stands for it inside ``torch.compile``."""
-    operands.require_tensors("det_gemm", a=a, b=b, bias=bias, offsets=offsets, accumulate_into=accumulate_into)
-    operands.require_floats("det_gemm", a=a, b=b, bias=bias)
+    _door(a, b, bias, offsets, accumulate_into)
     check_det_gemm(a, b, bias, offsets, out_dtype, input_precision, accumulate_into)
     out_dtype = out_dtype or a.dtype
     if not torch.compiler.is_compiling():

@@ -81,6 +81,9 @@ def graph_logp(name: str, backend: str = "") -> Any:
 _graph_forward = graph_logp("logp")
 
 
+_door = operands.Door("logp", "logits", "targets", any_dtype=("targets",))
+
+
 @implements("logp", backend_id="rlkernel.triton.logp", unavailable=unavailable)
 def logp(
     logits: torch.Tensor,
@@ -122,8 +125,7 @@ def checked_logp(
     in_graph: Any,
 ) -> torch.Tensor:
     """Return `logp` of the same arguments; ``in_graph`` is what stands for it inside ``torch.compile``."""
-    operands.require_tensors("logp", logits=logits, targets=targets)
-    operands.require_floats("logp", logits=logits)
+    _door(logits, targets)
     check_logp(logits, targets, temperature)
     if validate:
         validate_ids("logp", targets, logits.shape[-1], targets != ignore_index)

@@ -131,6 +131,9 @@ _graph_forward = graph_operator(
 )
 
 
+_door = operands.Door("group_advantages", "rewards", "group_boundaries", any_dtype=("group_boundaries",))
+
+
 @implements("group_advantages", backend_id="rlkernel.triton.group_advantages", unavailable=unavailable)
 def group_advantages(
     rewards: torch.Tensor,
@@ -162,8 +165,7 @@ def group_advantages(
             Triton does not run on.
         TypeError: rewards of another dtype, group_boundaries that are not int32 or int64, or a tensor subclass.
     """
-    operands.require_tensors("group_advantages", rewards=rewards, group_boundaries=group_boundaries)
-    operands.require_floats("group_advantages", rewards=rewards)
+    _door(rewards, group_boundaries)
     check_groups(rewards, samples_per_prompt, group_boundaries)
     check_words(std, eps_mode)
     compute = _graph_forward if torch.compiler.is_compiling() else _forward

@@ -154,6 +154,11 @@ differentiate(
 )  # fmt: skip
 
 
+_door = operands.Door(
+    "grpo_loss", "logps", "old_logps", "advantages", "ref_logps", "mask", "normalizer", any_dtype=("mask", "normalizer")
+)
+
+
 @implements("grpo_loss", backend_id="rlkernel.triton.grpo_loss", unavailable=unavailable)
 def grpo_loss(
     logps: torch.Tensor,
@@ -201,10 +206,8 @@ def grpo_loss(
             other.
         TypeError: another dtype, or a tensor subclass.
     """
-    given = {"logps": logps, "old_logps": old_logps, "advantages": advantages, "ref_logps": ref_logps}
     on_device = normalizer if isinstance(normalizer, torch.Tensor) else None
-    operands.require_tensors("grpo_loss", **given, mask=mask, normalizer=on_device)
-    operands.require_floats("grpo_loss", **given)
+    _door(logps, old_logps, advantages, ref_logps, mask, on_device)
     check_grpo_loss(
         "grpo_loss", "logps", logps, old_logps=old_logps, advantages=advantages, mask=mask, ref_logps=ref_logps,
         has_reference=ref_logps is not None, beta=beta, aggregation=aggregation, kl=kl, surrogate=surrogate,

@@ -148,6 +148,12 @@ differentiate(
 )
 
 
+_door = operands.Door(
+    _OP, "policy_logits", "ref_logits", "old_logps", "advantages", "ref_logps", "action_ids", "mask", "normalizer",
+    any_dtype=("action_ids", "mask", "normalizer"),
+)  # fmt: skip
+
+
 @implements(_OP, backend_id=f"rlkernel.triton.{_OP}", unavailable=unavailable)
 def grpo_loss_from_logits(
     policy_logits: torch.Tensor,
@@ -211,12 +217,7 @@ def grpo_loss_from_logits(
         TypeError: another dtype, or a tensor subclass.
     """
     on_device = normalizer if isinstance(normalizer, torch.Tensor) else None
-    floats = {
-        "policy_logits": policy_logits, "ref_logits": ref_logits, "old_logps": old_logps, "advantages": advantages,
-        "ref_logps": ref_logps,
-    }  # fmt: skip
-    operands.require_tensors(_OP, **floats, action_ids=action_ids, mask=mask, normalizer=on_device)
-    operands.require_floats(_OP, **floats)
+    _door(policy_logits, ref_logits, old_logps, advantages, ref_logps, action_ids, mask, on_device)
     check_grpo_loss_from_logits(policy_logits, ref_logits, action_ids, ref_logps, temperature=temperature)
     has_reference = not (ref_logits is None and ref_logps is None)
     check_grpo_loss(

@@ -148,6 +148,12 @@ differentiate(
 )
 
 
+_door = operands.Door(
+    "ratio_kl", "policy_logits", "ref_logits", "old_logps", "ref_logps", "action_ids", "attention_mask",
+    any_dtype=("action_ids", "attention_mask"),
+)  # fmt: skip
+
+
 @implements("ratio_kl", backend_id="rlkernel.triton.ratio_kl", unavailable=unavailable)
 def ratio_kl(
     policy_logits: torch.Tensor,
@@ -188,9 +194,7 @@ def ratio_kl(
             estimator, or ``validate`` found an id out of range.
         TypeError: another dtype, or a tensor subclass.
     """
-    floats = {"policy_logits": policy_logits, "ref_logits": ref_logits, "old_logps": old_logps, "ref_logps": ref_logps}
-    operands.require_tensors("ratio_kl", **floats, action_ids=action_ids, attention_mask=attention_mask)
-    operands.require_floats("ratio_kl", **floats)
+    _door(policy_logits, ref_logits, old_logps, ref_logps, action_ids, attention_mask)
     check_ratio_kl(
         policy_logits, ref_logits, action_ids, attention_mask, old_logps, ref_logps, temperature=temperature, kl=kl
     )

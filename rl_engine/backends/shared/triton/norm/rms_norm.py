@@ -20,9 +20,15 @@ _CASTING = {"none": NONE.value, "llama": LLAMA.value, "gemma": GEMMA.value}
 def _forward(x: torch.Tensor, weight: torch.Tensor, eps: float, casting: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return y and rstd [rows]."""
     y, rstd = _fake_forward(x, weight, eps, casting)
-    if len(rstd):
-        launch_forward(x, weight, eps, casting, y, rstd)
+    launch_forward(x, weight, eps, casting, y, rstd)
     return y, rstd
+
+
+def _forward_alone(x: torch.Tensor, weight: torch.Tensor, eps: float, casting: int) -> torch.Tensor:
+    """Return y: nobody will ask for the rest, which takes the host as long to allocate."""
+    y = empty_like(x)
+    launch_forward(x, weight, eps, casting, y, None)
+    return y
 
 
 def _fake_forward(
@@ -93,6 +99,9 @@ differentiate(
 )
 
 
+_door = operands.Door("rms_norm", "x", "weight")
+
+
 @implements("rms_norm", backend_id="rlkernel.triton.rms_norm", unavailable=unavailable)
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *, casting_mode: CastingMode = "none"
@@ -118,12 +127,11 @@ def rms_norm(
             Triton does not run on.
         TypeError: another dtype, or a tensor subclass.
     """
-    operands.require_tensors("rms_norm", x=x, weight=weight)
-    operands.require_floats("rms_norm", x=x, weight=weight)
+    _door(x, weight)
     check_rms_norm(x, weight, casting_mode)
     casting = _CASTING[casting_mode]
     if torch.compiler.is_compiling():
         return _graph_forward(x, weight, eps, casting)[0]
     if operands.grad_enabled(x, weight):
         return _RMSNorm.apply(x, weight, eps, casting)
-    return _forward(x, weight, eps, casting)[0]
+    return _forward_alone(x, weight, eps, casting)

@@ -94,7 +94,8 @@ def _rms_norm_fwd_kernel(
             w = load_weight(w_ptr, start + col, N_COLS, TILE, CASTING)
             hat = normalized(x, rstd[:, None], x_ptr.dtype.element_ty, CASTING)
             store_tile(y_rows, inside, start + col, hat * w, N_COLS, TILE)
-    tl.store(rstd_ptr + row, rstd, mask=inside)
+    if rstd_ptr is not None:
+        tl.store(rstd_ptr + row, rstd, mask=inside)
 
 
 @triton.jit
@@ -121,13 +122,16 @@ def load_weight(ptr, col, N_COLS: tl.constexpr, TILE: tl.constexpr, CASTING: tl.
 
 
 def launch_forward(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, casting: int, y: torch.Tensor, rstd: torch.Tensor
+    x: torch.Tensor, weight: torch.Tensor, eps: float, casting: int, y: torch.Tensor, rstd: torch.Tensor | None
 ) -> None:
-    """Write y, x's shape and contiguous, and rstd [rows]; x has at least one row."""
+    """Write y, x's shape and contiguous, and rstd [rows] where it is given."""
     n_cols = x.shape[-1]
+    n_rows = x.numel() // n_cols
+    if not n_rows:
+        return
     data, *x_rows, unit = rows_of(x)
     cols = power_of_two(n_cols)
     _rms_norm_fwd_kernel[by_rows](
-        data, weight.contiguous(), y, rstd, len(rstd), *x_rows, 1.0 / n_cols, eps,
+        data, weight.contiguous(), y, rstd, n_rows, *x_rows, 1.0 / n_cols, eps,
         CASTING=casting, X_UNIT=unit, N_COLS=n_cols, COLS=cols, TILE=min(cols, WIDEST),
     )  # fmt: skip

@@ -345,6 +345,9 @@ _graph_backward = graph_operator("rope_backward", _turned, fake=_fake, phase="ba
 differentiate(_graph_forward, _graph_gradients, _saved)
 
 
+_door = operands.Door("rope", "q", "k", "positions", "cos", "sin", "inv_freq", any_dtype=("positions", "inv_freq"))
+
+
 @implements("rope", backend_id="rlkernel.triton.rope", unavailable=unavailable)
 def rope(
     q: torch.Tensor,
@@ -385,8 +388,7 @@ def rope(
         ValueError: shapes, layout, rotary_dim or theta do not fit, angles are given in two ways, or different devices.
         TypeError: another dtype, k's dtype is not q's, positions are not integers, or a tensor subclass.
     """
-    operands.require_tensors("rope", q=q, k=k, positions=positions, cos=cos, sin=sin, inv_freq=inv_freq)
-    operands.require_floats("rope", q=q, k=k, cos=cos, sin=sin)
+    _door(q, k, positions, cos, sin, inv_freq)
     width = check_rope(q, k, positions, cos, sin, inv_freq, theta, rotary_dim, layout)
     options = (float(theta), width, interleaved, layout, False)
     if torch.compiler.is_compiling():
