@@ -28,7 +28,7 @@ from benchmarks.operators.correctness import check
 from benchmarks.operators.naive import naive_launches
 from benchmarks.operators.rows import PEERS, ROWS_FILE, Results, Row, Timed, Times, make_row
 from benchmarks.operators.targets import PHASES, Phase, is_throughput, phases
-from benchmarks.operators.timing import Contender, Sampled, brief, count_kernels, release, side_stream, time_in_turns
+from benchmarks.operators.timing import Contender, Sampled, brief, launches_of, release, side_stream, time_in_turns
 from benchmarks.report_files import ENVIRONMENT_FILE
 from rl_engine.backends import catalog
 from rl_engine.backends.shared.triton import autotuning
@@ -127,7 +127,7 @@ def time_case(spec: OpSpec, case: Case, options: Options, results: Results) -> I
             ours = Contender(called, sets, restores=overwrites)
             contenders, notes = _contenders(spec.name, case.name, phase, ours, options, compiled)
             sampled = time_in_turns(contenders, phase, repeats=1 if is_throughput(case.name) else _REPEATS)
-            yield make_row(timed, phase, count_kernels(ours, phase), _times(sampled, notes), checked)
+            yield make_row(timed, phase, len(launches_of(ours, phase)), _times(sampled, notes), checked)
 
 
 def line(row: Row) -> str:

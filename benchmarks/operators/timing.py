@@ -7,19 +7,19 @@ import gc
 import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch
 
 from benchmarks.operators.arguments import changed, differentiate, flat, incoming
+from benchmarks.operators.launches import recorded
 from benchmarks.operators.targets import SAMPLES
-from rl_engine.backends.shared.triton.autotuning import KernelLauncher
 from rl_engine.platforms.tuning.decision import order_of_round
 from rl_engine.platforms.tuning.timer import GraphTimer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from benchmarks.operators.launches import Launch
     from benchmarks.operators.targets import Phase
     from rl_engine.backends.spec import Inputs
 
@@ -169,20 +169,14 @@ def _nothing() -> None:
     pass
 
 
-def count_kernels(contender: Contender, phase: Phase) -> int:
-    """Return how many kernels of this library one launch of a phase runs; torch's own are not counted."""
-    launched: list[str] = []
-    launcher = vars(KernelLauncher)["__getitem__"]
-
-    def counted(kernel: KernelLauncher, grid: Any) -> Any:
-        launched.append(kernel.__name__)
-        return launcher(kernel, grid)
-
-    launch = _launch(contender, phase)
-    with mock.patch.object(KernelLauncher, "__getitem__", counted):
-        launch(0)
+def launches_of(contender: Contender, phase: Phase) -> list[Launch]:
+    """Return what one launch of a phase runs of this library; torch's own kernels are not among them."""
+    with contender.around():
+        launch = _launch(contender, phase)
+        with recorded() as found:
+            launch(0)
     torch.cuda.synchronize()
-    return len(launched)
+    return found
 
 
 def _launch(contender: Contender, phase: Phase) -> Callable[[int], None]:

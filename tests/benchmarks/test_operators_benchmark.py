@@ -340,7 +340,7 @@ def on_the_cpu(monkeypatch):
     make = arguments.make
     monkeypatch.setattr(arguments, "make", lambda spec, case, seed=1: make(spec, case, seed, "cpu"))
     monkeypatch.setattr(run, "release", lambda: None)
-    monkeypatch.setattr(run, "count_kernels", lambda _contender, _phase: 1)
+    monkeypatch.setattr(run, "launches_of", lambda _contender, _phase: [None])
     monkeypatch.setattr(
         run, "time_in_turns", lambda found, _phase, repeats: {name: Sampled((2.0, 2.0, 9.0)) for name in found}
     )

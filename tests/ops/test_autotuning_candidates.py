@@ -17,6 +17,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.operators.launches import Launch, library_kernels, recorded
+from benchmarks.qualification.families import FAMILIES, of_family
 from rl_engine.backends import catalog
 from rl_engine.backends.shared.triton.distinct import LaunchSite
 from rl_engine.backends.shared.triton.qualification import gate, widened
@@ -24,9 +26,7 @@ from rl_engine.errors import TrialUnavailableError
 from rl_engine.platforms.tuning.key import Candidate
 from rl_engine.platforms.tuning.trial import Rejection
 from rl_engine.runtime.policy import autotune
-from tests.support.ops_families import FAMILIES, of_family
 from tests.support.ops_inputs import ON_GPU, run_sample, samples, triton_op
-from tests.support.ops_launches import Launch, library_kernels, recorded
 
 catalog.load()
 # descriptors read 16 bytes at a time, which NumPy adds in an order of its own: no case takes such kernels there

@@ -5,13 +5,14 @@ import torch
 import triton
 import triton.language as tl
 
+from benchmarks.operators.launches import recorded
 from rl_engine.backends.shared.triton.autotuning import TunableKernel
 from rl_engine.backends.shared.triton.primitives.folds import fold_columns
 from rl_engine.backends.shared.triton.qualification import gate
 from rl_engine.platforms.tuning.record import TuningRecord
 from rl_engine.platforms.tuning.store import MemoryStore
 from rl_engine.runtime.policy import autotune
-from tests.support.ops_launches import new_process, recorded
+from tests.support.ops_launches import new_process
 
 ROWS, COLS = 64, 4096
 DECLARED = {

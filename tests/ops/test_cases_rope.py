@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.operators.launches import recorded
 from rl_engine.backends import catalog
 from rl_engine.backends.reference.rope.rope import rope as reference_rope
 from rl_engine.backends.shared.triton.rope.rope import rope as triton_rope
 from tests.support.ops_inputs import DEVICE, LAYOUTS, ON_GPU, Maker, assert_same_bytes
-from tests.support.ops_launches import recorded
 
 ROPES = pytest.mark.parametrize("rope", [reference_rope, triton_rope], ids=["pytorch", "triton"])
 Rope = Callable[..., Any]

@@ -14,6 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.operators.launches import recorded
 from rl_engine.platforms.autotuner import PersistentAutotuner
 from rl_engine.platforms.tuning.record import TuningRecord
 from rl_engine.platforms.tuning.store import FileStore, MemoryStore, Store
@@ -33,7 +34,7 @@ from tests.support.ops_inputs import (
     to_double,
     triton_op,
 )
-from tests.support.ops_launches import new_process, process_mode, recorded
+from tests.support.ops_launches import new_process, process_mode
 from tests.support.ops_toys import Stopwatch
 
 TINY_FP32 = samples(lambda sample: sample.case.name == "tiny" and sample.dtype == "float32")

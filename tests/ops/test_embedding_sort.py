@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.operators.launches import recorded
 from rl_engine.backends.shared.triton.embedding import sort as module
 from rl_engine.backends.shared.triton.embedding.embedding import embedding
 from rl_engine.backends.shared.triton.embedding.sort import BITS, FEW_BITS, MOST_TOKENS, MOST_VOCAB, sorted_tokens
 from rl_engine.platforms import device
 from rl_engine.platforms.device import DeviceIdentity
 from tests.support.ops_inputs import DEVICE, ON_GPU, Maker, assert_same_bytes
-from tests.support.ops_launches import recorded
 
 BLOCK = 1 << BITS
 FEW = 1 << FEW_BITS

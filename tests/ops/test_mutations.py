@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.operators.launches import library_kernels, recorded
 from rl_engine.backends.shared.triton import qualification
 from rl_engine.backends.shared.triton.autotuning import KernelLauncher
 from rl_engine.platforms.tuning.store import FileStore
 from rl_engine.runtime.policy import autotune
 from tests.ops import test_adapter_launch, test_autotuning_candidates, test_operators
 from tests.support.ops_inputs import DEVICE, Sample, samples, triton_op
-from tests.support.ops_launches import library_kernels, recorded
 
 
 @pytest.fixture

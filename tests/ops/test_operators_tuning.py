@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.operators.launches import library_kernels
 from rl_engine.backends import catalog
 from rl_engine.backends.shared.triton import launch_trial
 from rl_engine.backends.shared.triton.launch_trial import LaunchTrial
@@ -18,7 +19,7 @@ from rl_engine.platforms.tuning.key import Candidate
 from rl_engine.platforms.tuning.store import FileStore, MemoryStore
 from rl_engine.runtime.policy import autotune
 from tests.support.ops_inputs import ON_GPU, Sample, assert_same, of_cases, run_sample, samples, triton_op
-from tests.support.ops_launches import library_kernels, new_process
+from tests.support.ops_launches import new_process
 
 ADVERSARY_SEEDS = 10 if ON_GPU else 6  # of each operator: 50 and more in all
 MEASURED = ("tiny", "odd") if ON_GPU else ("tiny",)  # cases that a real clock measures: odd ones take minutes there

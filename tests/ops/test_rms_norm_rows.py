@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from benchmarks.operators.launches import recorded
 from rl_engine.backends.shared.triton.norm import rms_norm as module
 from rl_engine.backends.shared.triton.norm import rms_norm_backward
 from rl_engine.backends.shared.triton.norm.strided_rows import Rows, rows_of
@@ -14,7 +15,6 @@ from rl_engine.platforms import device
 from rl_engine.platforms.device import DeviceIdentity
 from tests.support.ops_inputs import DEVICE, DTYPES, ON_GPU, Maker, assert_same, assert_same_bytes, triton_op
 from tests.support.ops_inputs import Outcome as Gradients
-from tests.support.ops_launches import recorded
 
 FUSED, APART = {"_rms_norm_bwd_kernel"}, {"_rms_norm_dx_kernel", "_rms_norm_dw_kernel"}
 DTYPE = "bfloat16" if ON_GPU else "float16"

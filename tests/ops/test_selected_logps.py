@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.operators.launches import recorded
 from rl_engine.backends.shared.triton.rows import selected_logps as module
 from rl_engine.backends.shared.triton.rows.selected_logps import Selected
 from tests.support.ops_inputs import DEVICE, DTYPES, ON_GPU, Maker, assert_same_bytes
-from tests.support.ops_launches import recorded
 
 VOCABS = [4095, 4096, 4097, 8192, 12289, 151936] if ON_GPU else [4097, 8192, 12289]
 HALF = torch.bfloat16 if ON_GPU else torch.float16

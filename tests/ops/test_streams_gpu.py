@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.operators.launches import Launch, recorded
 from rl_engine.backends.shared.triton.autotuning import KernelLauncher
 from rl_engine.backends.shared.triton.launch_trial import LaunchTrial
 from rl_engine.backends.shared.triton.plan import Plans
@@ -21,7 +22,7 @@ from rl_engine.platforms.tuning.store import MemoryStore
 from rl_engine.runtime.policy import autotune
 from tests.support.faults import only_record
 from tests.support.ops_inputs import Maker, triton_op
-from tests.support.ops_launches import Launch, new_process, recorded
+from tests.support.ops_launches import new_process
 from tests.support.ops_toys import Stopwatch, add_one
 
 pytestmark = pytest.mark.gpu

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.operators.launches import Launch, recorded
+from benchmarks.qualification.families import of_family
 from rl_engine.backends.shared.triton.qualification import BoundLaunch, Sandbox, gate, widened
 from rl_engine.errors import TrialUnavailableError
 from rl_engine.platforms.tuning.key import Candidate
 from rl_engine.platforms.tuning.trial import Rejection
 from rl_engine.runtime.policy import autotune
 from tests.ops.test_autotuning_candidates import fitting, with_wide_outputs
-from tests.support.ops_families import of_family
 from tests.support.ops_inputs import DEVICE, of_cases, run_sample, samples, triton_op
-from tests.support.ops_launches import Launch, recorded
 from tests.support.ops_toys import add_one, nudged_kernel
 
 OPERATORS = {

@@ -3,94 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
 
 from rl_engine import settings
-from rl_engine.backends.shared.triton import autotuning, compiler
+from rl_engine.backends.shared.triton import autotuning
 from rl_engine.backends.shared.triton.asking import forget_answers
-from rl_engine.backends.shared.triton.autotuning import KernelLauncher
-from rl_engine.backends.shared.triton.distinct import Failures, LaunchSite, one_kernel
-from rl_engine.backends.shared.triton.launch_trial import LaunchTrial
-from rl_engine.backends.shared.triton.qualification import BoundLaunch
-from rl_engine.platforms import device
 from rl_engine.platforms.autotuner import PersistentAutotuner, installed
 from rl_engine.platforms.tuning.events import EventLog
-from rl_engine.platforms.tuning.key import Candidate
 from rl_engine.platforms.tuning.store import Store
 from rl_engine.runtime import policy
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One launch of a wrapped kernel, as its operator asked for it."""
-
-    kernel: KernelLauncher
-    grid: Any
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """Every argument by name."""
-        return self.kernel.values(*self.args, **self.kwargs)
-
-    @property
-    def index(self) -> int:
-        """The device's index, -1 for the interpreter."""
-        return self.kernel._signature.index(*self.args, **self.kwargs)
-
-    def bound(self) -> BoundLaunch:
-        """Return it as the byte gate takes it."""
-        return self.kernel.bound(self.grid, self.values)
-
-    def candidates(self) -> tuple[Candidate, ...]:
-        """Return every launch that a tuner would consider, the fixed one first."""
-        return self.kernel.candidates(self.values, device.identify(self.index))
-
-    def programs(self, candidate: Candidate) -> int:
-        """Return how many programs it takes with a candidate's options."""
-        return math.prod(compiler.launch_grid(self.grid, self.values, dict(candidate.options)))
-
-    def site(self) -> LaunchSite:
-        """Return what compiling its candidates takes."""
-        launches = one_kernel(self.kernel.fn, self.grid, self.values, self.kernel.declaration.descriptors)
-        return LaunchSite(launches, self.index, "", Failures())
-
-    def trial(self) -> LaunchTrial:
-        """Return the trial that a tuner would be handed."""
-        identity = device.identify(self.index)
-        return LaunchTrial(self.site(), self.bound(), identity=identity, warm=self.kernel.declaration.warm)
-
-
-@contextlib.contextmanager
-def recorded() -> Iterator[list[Launch]]:
-    """Write down every launch made inside the block; the kernels run as ever."""
-    launches: list[Launch] = []
-    launcher = KernelLauncher.__getitem__
-
-    def noted(self: KernelLauncher, grid: Any) -> Callable[..., None]:
-        launch = launcher(self, grid)
-
-        def call(*args: Any, **kwargs: Any) -> None:
-            launches.append(Launch(self, grid, args, kwargs))
-            launch(*args, **kwargs)
-
-        return call
-
-    KernelLauncher.__getitem__ = noted  # type: ignore[method-assign]  # put back below
-    try:
-        yield launches
-    finally:
-        KernelLauncher.__getitem__ = launcher  # type: ignore[method-assign]  # as it was
-
-
-def library_kernels() -> dict[str, KernelLauncher]:
-    """Return the package's own kernels by name, without those that tests declare."""
-    return {name: one for name, one in autotuning.kernels().items() if one.__module__.startswith("rl_engine.")}
 
 
 @contextlib.contextmanager

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.operators.launches import recorded
 from rl_engine.backends.shared.triton.gemm import launch as launching
 from rl_engine.backends.shared.triton.gemm import product
 from rl_engine.backends.shared.triton.gemm.rule import Plan
 from tests.support.ops_gemm import KINDS, gemm, pair
 from tests.support.ops_inputs import DEVICE, LAYOUTS, ON_GPU, Maker, assert_same_bytes
-from tests.support.ops_launches import recorded
 
 ROWS, INNER, COLS = (8192, 2048, 768) if ON_GPU else (300, 24, 40)
 BATCHES = [size for size in (1, 2, 3, 8, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000, 2048, 4099)

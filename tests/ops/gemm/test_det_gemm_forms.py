@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from benchmarks.operators.launches import recorded
 from tests.support.ops_gemm import KINDS, gemm, gradients, pair
 from tests.support.ops_inputs import DEVICE, DTYPES, LAYOUTS, Maker, assert_same_bytes, triton_op
-from tests.support.ops_launches import recorded
 
 
 def test_zero_sizes() -> None:

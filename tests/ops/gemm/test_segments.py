@@ -7,12 +7,12 @@ import itertools
 import pytest
 import torch
 
+from benchmarks.operators.launches import recorded
 from rl_engine.backends.shared.triton.gemm import launch
 from rl_engine.backends.shared.triton.gemm.rule import Plan
 from rl_engine.platforms.device import DeviceIdentity
 from tests.support.ops_gemm import gemm
 from tests.support.ops_inputs import DEVICE, Maker, assert_same_bytes
-from tests.support.ops_launches import recorded
 
 ROWS, DEPTH = 300, 64
 BOUNDS = {

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
-from rl_engine.backends.spec import Inputs
-from tests.support.ops_inputs import SEED, map_tensors
+if TYPE_CHECKING:
+    from rl_engine.backends.spec import Inputs
 
 Family = Callable[[torch.Tensor, torch.Generator], torch.Tensor]
+_SEED = 20_240_607
 
 
 def _cancelling(x: torch.Tensor, _generator: torch.Generator) -> torch.Tensor:
@@ -57,6 +60,11 @@ FAMILIES: dict[str, Family] = {
 
 def of_family(inputs: Inputs, family: str) -> Inputs:
     """Return inputs whose floating-point tensors are of a family; ids, offsets and masks stay."""
-    generator = torch.Generator().manual_seed(SEED)
+    generator = torch.Generator().manual_seed(_SEED)
     make = FAMILIES[family]
-    return map_tensors(inputs, lambda one: make(one, generator) if one.is_floating_point() else one)
+
+    def changed(one: object) -> object:
+        return make(one, generator) if isinstance(one, torch.Tensor) and one.is_floating_point() else one
+
+    kwargs = {name: changed(one) for name, one in inputs.kwargs.items()}
+    return replace(inputs, args=tuple(changed(one) for one in inputs.args), kwargs=kwargs)
