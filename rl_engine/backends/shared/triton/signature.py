@@ -204,14 +204,9 @@ def _tensors(pointers: tuple[str, ...], device: str) -> str:
     here = [f"({one} is None or {one}.get_device() == _index)" for one in others]
     careful.append(f"_here = {' and '.join(here)}")
     present = " and ".join(f"{one} is not None" for one in others)
-    return "\n".join(
-        (
-            f"    if {present}:",
-            *(f"        {line}" for line in plain),
-            "    else:",
-            *(f"        {line}" for line in careful),
-        )
-    )
+    branches = [f"    if {present}:", *(f"        {one}" for one in plain)]
+    branches += ["    else:", *(f"        {one}" for one in careful)]
+    return "\n".join(branches)
 
 
 def _terms(

@@ -113,7 +113,9 @@ def multiply_segments(
 def _stacked(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, tile: Plan) -> bool:
     """Return whether a, out, and b as one matrix can be described, and no tile of b reaches into the next group."""
     n_groups, k, n = b.shape
-    if lies_transposed(a) or not (describable(a) and describable(out)) or n_groups * max(k, n) >= _REACH:
+    if lies_transposed(a) or not (describable(a) and describable(out)):
+        return False
+    if max(len(a), n_groups * max(k, n)) >= _REACH:  # rows are numbered by 32 bits
         return False
     if lies_transposed(b):  # columns are neighbours of the next group's: more of them are computed, and not stored
         return b.mT.is_contiguous() and k * b.element_size() % LEAST == 0
