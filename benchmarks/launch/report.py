@@ -3,7 +3,8 @@
     python -m benchmarks.launch.run --out runs/launch
     python -m benchmarks.launch.report --runs runs/launch --out reports/experiments/h200_launch
 
-README.md, summary.json, environment.json and the figure are written from the run; nothing in them is written by hand.
+README.md, summary.json, environment.json and the figure are written from the run; why a target is missed is written by
+hand into reasons.json of the report's folder, {"target": "why"}.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ def claims(results: Results) -> Iterator[Claim]:
     yield Claim("training step with tuning on, over off", _over(steps.get("replay"), steps.get("off")), STEP_SHARE)
 
 
-def readme(results: Results, environment: Mapping[str, Any]) -> str:
-    """Return the report's text."""
+def readme(results: Results, environment: Mapping[str, Any], reasons: Mapping[str, str]) -> str:
+    """Return the report's text; ``reasons`` say of targets, by their text, why they were missed."""
     found = list(claims(results))
     held = sum(one.held is True for one in found)
     digests = {one.digest for one in results.training}
@@ -86,6 +87,7 @@ def readme(results: Results, environment: Mapping[str, Any]) -> str:
         f"```\n{COMMAND.strip()}\n```",
         _machine(environment),
         "## Targets\n\n" + _claim_table(found),
+        _missed(found, reasons),
         "## One launch, µs\n\n![Host time of a launch](launches.png)\n\n" + _launch_table(results),
         "## One operator call, µs\n\n" + _operator_table(results),
         "## One training step\n\n" + _training_table(results),
@@ -116,6 +118,12 @@ def _claim_table(found: list[Claim]) -> str:
     words = {True: "yes", False: "**no**", None: "not measured"}
     rows = [f"| {one.text} | {_number(one.seen)} | {_number(one.bound)} | {words[one.held]} |" for one in found]
     return "\n".join(["| what | measured | at most | holds |", "|---|---|---|---|", *rows])
+
+
+def _missed(found: list[Claim], reasons: Mapping[str, str]) -> str:
+    return "\n".join(
+        f"- {one.text}: {reasons.get(one.text, 'reason not known.')}" for one in found if one.held is not True
+    )
 
 
 def _launch_table(results: Results) -> str:
@@ -167,7 +175,7 @@ def write(runs: Path, out: Path) -> None:
     """Write the report on ``runs`` into ``out``."""
     results, where = Results.read(runs / RESULTS_FILE), report_files.environment(runs)
     claimed = [{**asdict(one), "held": one.held} for one in claims(results)]
-    text = readme(results, where)
+    text = readme(results, where, report_files.reasons(out))
     report_files.write_report(out, readme=text, summary={**asdict(results), "claims": claimed}, where=where)
     draw(results, out / "launches.png")
 

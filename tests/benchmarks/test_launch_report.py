@@ -45,7 +45,10 @@ def test_targets_hold_and_fail_by_the_numbers():
 
 def test_what_was_not_measured_is_no_success():
     assert {one.held for one in report.claims(Results())} == {None}
-    text = report.readme(Results(), {**ENVIRONMENT})
+    why = {"training step with tuning on, over off": "it was not run."}
+    text = report.readme(Results(), {**ENVIRONMENT}, why)
+    assert "- training step with tuning on, over off: it was not run.\n" in text
+    assert "- plan over Triton's own launch, 4 arguments: reason not known.\n" in text
     assert "**Claim.** 0 of 13 targets hold. Bytes of the training runs: no training was run." in text
 
 
