@@ -20,15 +20,9 @@ _CASTING = {"none": NONE.value, "llama": LLAMA.value, "gemma": GEMMA.value}
 def _forward(x: torch.Tensor, weight: torch.Tensor, eps: float, casting: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return y and rstd [rows]."""
     y, rstd = _fake_forward(x, weight, eps, casting)
-    launch_forward(x, weight, eps, casting, y, rstd)
+    if rstd.shape[0]:
+        launch_forward(x, weight, eps, casting, y, rstd)
     return y, rstd
-
-
-def _forward_alone(x: torch.Tensor, weight: torch.Tensor, eps: float, casting: int) -> torch.Tensor:
-    """Return y: nobody will ask for the rest, which takes the host as long to allocate."""
-    y = empty_like(x)
-    launch_forward(x, weight, eps, casting, y, None)
-    return y
 
 
 def _fake_forward(
@@ -134,4 +128,4 @@ def rms_norm(
         return _graph_forward(x, weight, eps, casting)[0]
     if operands.grad_enabled(x, weight):
         return _RMSNorm.apply(x, weight, eps, casting)
-    return _forward_alone(x, weight, eps, casting)
+    return _forward(x, weight, eps, casting)[0]

@@ -94,8 +94,7 @@ def _rms_norm_fwd_kernel(
             w = load_weight(w_ptr, start + col, N_COLS, TILE, CASTING)
             hat = normalized(x, rstd[:, None], x_ptr.dtype.element_ty, CASTING)
             store_tile(y_rows, inside, start + col, hat * w, N_COLS, TILE)
-    if rstd_ptr is not None:
-        tl.store(rstd_ptr + row, rstd, mask=inside)
+    tl.store(rstd_ptr + row, rstd, mask=inside)
 
 
 @triton.jit
@@ -122,16 +121,13 @@ def load_weight(ptr, col, N_COLS: tl.constexpr, TILE: tl.constexpr, CASTING: tl.
 
 
 def launch_forward(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, casting: int, y: torch.Tensor, rstd: torch.Tensor | None
+    x: torch.Tensor, weight: torch.Tensor, eps: float, casting: int, y: torch.Tensor, rstd: torch.Tensor
 ) -> None:
-    """Write y, x's shape and contiguous, and rstd [rows] where it is given."""
+    """Write y, x's shape and contiguous, and rstd [rows]; x has at least one row."""
     n_cols = x.shape[-1]
-    n_rows = x.numel() // n_cols
-    if not n_rows:
-        return
     data, *x_rows, unit = rows_of(x)
     cols = power_of_two(n_cols)
     _rms_norm_fwd_kernel[by_rows](
-        data, weight.contiguous(), y, rstd, n_rows, *x_rows, 1.0 / n_cols, eps,
+        data, weight.contiguous(), y, rstd, rstd.shape[0], *x_rows, 1.0 / n_cols, eps,
         CASTING=casting, X_UNIT=unit, N_COLS=n_cols, COLS=cols, TILE=min(cols, WIDEST),
     )  # fmt: skip

@@ -75,12 +75,12 @@ def selected_logps(
         call = {"mask": mask, "ignore_index": ignore_index, "temperature": temperature}
         found, others = (selected_logps(one, targets, **call) for one in (logits, other))  # type: ignore[arg-type]
         return Selected(found.logps, found.norm, others.logps)
-    tensors = 1 if other is None else 2
-    logps = torch.empty((tensors, *targets.shape), dtype=torch.float32, device=logits.device)
+    shape = targets.shape if other is None else (2, *targets.shape)  # taking the first of one costs the host 2 us
+    logps = torch.empty(shape, dtype=torch.float32, device=logits.device)
     norm = torch.empty((2, *targets.shape), dtype=torch.float32, device=logits.device)
     if targets.numel():
         _launch(logits, targets, mask, other, logps, norm, ignore_index, temperature)
-    return Selected(logps[0], norm, None if other is None else logps[1])
+    return Selected(logps, norm, None) if other is None else Selected(logps[0], norm, logps[1])
 
 
 def _launch(
@@ -141,7 +141,8 @@ class _Call:
         """Return the launches of programs of chunks, and of their merge."""
         (n_rows, n_cols), scale = self.z.shape, self.temperature != 1.0
         n_chunks = -(-n_cols // self.cols)
-        parts = torch.empty((len(self.logps), 2, n_chunks, n_rows), dtype=torch.float32, device=self.z.device)
+        count = 1 if self.other is None else 2
+        parts = torch.empty((count, 2, n_chunks, n_rows), dtype=torch.float32, device=self.z.device)
         # waiting for ids to know which rows count takes longer than reading a few rows in vain
         few = n_rows <= device.for_launch(self.z.get_device()).sm_count
         tensors = (self.z, self.other, self.targets, self.mask)
