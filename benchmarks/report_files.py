@@ -45,6 +45,17 @@ def environment(runs: Path) -> dict[str, Any]:
     return found
 
 
+def machine(environment: Mapping[str, Any]) -> str:
+    """Return what a report says of where its numbers come from."""
+    device, packages = environment["device"], environment["packages"]
+    software = [f"{name} {packages[name]}" for name in ("torch", "triton", "liger-kernel") if name in packages]
+    card = f"{device['sm_count']} SMs, driver {environment['driver']}, CUDA {environment['toolkit']}"
+    return (
+        f"One {device['name']} ({card}), Python {environment['python']}, {', '.join(software)}.\n"
+        "[environment.json](environment.json) has a digest of the sources, [summary.json](summary.json) every number."
+    )
+
+
 def write_report(out: Path, *, readme: str, summary: Mapping[str, Any], where: Mapping[str, Any]) -> None:
     """Write README.md, summary.json and environment.json (``where``) into a report's folder."""
     out.mkdir(parents=True, exist_ok=True)

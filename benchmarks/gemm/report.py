@@ -42,7 +42,7 @@ def readme(results: Results, environment: Mapping[str, Any], reasons: Mapping[st
         "# Matrix products on an H200: one bit class for every shape, against cuBLAS and one tile",
         _claim(results),
         f"```\n{COMMAND.strip()}\n```",
-        _machine(environment),
+        report_files.machine(environment),
         "![Times as fast as torch.mm](ratios.png)",
         *(_section(kind, [row for row in results.rows if row.kind == kind]) for kind in _HEADINGS),
         "## Slower than torch.mm\n\n" + _losses(results.rows, reasons),
@@ -50,15 +50,6 @@ def readme(results: Results, environment: Mapping[str, Any], reasons: Mapping[st
         _how(results.rows),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _machine(environment: Mapping[str, Any]) -> str:
-    device, packages = environment["device"], environment["packages"]
-    return (
-        f"One {device['name']} ({device['sm_count']} SMs, driver {environment['driver']}), torch {packages['torch']},"
-        f" Triton {packages['triton']}. [environment.json](environment.json) has a digest of the sources,"
-        " [summary.json](summary.json) every number."
-    )
 
 
 def _label(row: Row) -> str:

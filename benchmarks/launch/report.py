@@ -85,7 +85,7 @@ def readme(results: Results, environment: Mapping[str, Any], reasons: Mapping[st
         "# What launching costs the host on an H200: Triton's own way, and launch plans",
         f"**Claim.** {held} of {len(found)} targets hold. Bytes of the training runs: {same}.",
         f"```\n{COMMAND.strip()}\n```",
-        _machine(environment),
+        report_files.machine(environment),
         "## Targets\n\n" + _claim_table(found),
         _missed(found, reasons),
         "## One launch, µs\n\n![Host time of a launch](launches.png)\n\n" + _launch_table(results),
@@ -95,15 +95,6 @@ def readme(results: Results, environment: Mapping[str, Any], reasons: Mapping[st
         _LIMITS.strip(),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _machine(environment: Mapping[str, Any]) -> str:
-    device, packages = environment["device"], environment["packages"]
-    return (
-        f"One {device['name']}, driver {environment['driver']}, Python {environment['python']}, torch "
-        f"{packages['torch']}, Triton {packages['triton']}, Liger {packages['liger-kernel']}.\n"
-        "[environment.json](environment.json) has a digest of the sources, [summary.json](summary.json) every number."
-    )
 
 
 def _over(one: float | None, other: float | None) -> float | None:

@@ -72,7 +72,7 @@ def readme(results: Results, environment: Mapping[str, Any], reasons: Mapping[st
         "# The operators on an H200: fixed launches against the memory limit and against peers",
         _claim(rows),
         f"```\n{COMMAND.strip()}\n```",
-        _machine(environment),
+        report_files.machine(environment),
         "## Training sizes, cold L2\n\n![Share of the limit](shares.png)\n\n"
         + _table(row for row in rows if is_throughput(row.preset)),
         "## Decode sizes, warm L2\n\n" + _table(row for row in rows if not is_throughput(row.preset)),
@@ -100,16 +100,6 @@ def _claim(rows: Sequence[Row]) -> str:
             f"Against the naive launch of the same kernels: {min(naive):.2f} to {max(naive):.2f} times as fast."
         )
     return "\n".join(lines)
-
-
-def _machine(environment: Mapping[str, Any]) -> str:
-    device, packages = environment["device"], environment["packages"]
-    software = [f"{name} {packages[name]}" for name in ("torch", "triton", "liger-kernel") if name in packages]
-    card = f"{device['sm_count']} SMs, driver {environment['driver']}, CUDA {environment['toolkit']}"
-    return (
-        f"One {device['name']} ({card}), Python {environment['python']}, {', '.join(software)}.\n"
-        "[environment.json](environment.json) has a digest of the sources, [summary.json](summary.json) every number."
-    )
 
 
 def _table(rows: Iterable[Row]) -> str:

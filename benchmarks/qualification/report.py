@@ -68,7 +68,7 @@ def readme(results: Results, environment: Mapping[str, Any]) -> str:
         "# Qualification on an H200: which launches keep every bit, and what choosing between them is worth",
         "\n".join(["| promised | seen |", "|---|---|", *kept]),
         f"```\n{COMMAND.strip()}\n```",
-        _machine(environment),
+        report_files.machine(environment),
         _kernels(results.kernels),
         "![Times as fast as the naive launch](speed.png)",
         _speed(results.speed),
@@ -77,15 +77,6 @@ def readme(results: Results, environment: Mapping[str, Any]) -> str:
         _how(),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _machine(environment: Mapping[str, Any]) -> str:
-    device, packages = environment["device"], environment["packages"]
-    return (
-        f"One {device['name']} (driver {environment['driver']}), torch {packages['torch']}, Triton"
-        f" {packages['triton']}. [environment.json](environment.json) has a digest of the sources,"
-        " [summary.json](summary.json) every number."
-    )
 
 
 def _table(title: str, names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -168,6 +168,8 @@ def test_the_report_says_which_promises_are_kept_and_names_every_loss(tmp_path: 
     environment = {
         "device": {"name": "a card", "sm_count": 1},
         "driver": "1",
+        "toolkit": "13",
+        "python": "3.12",
         "packages": {"torch": "2", "triton": "3"},
     }
     (tmp_path / "environment.json").write_text(json.dumps(environment))

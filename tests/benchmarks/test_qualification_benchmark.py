@@ -99,6 +99,10 @@ def test_every_operator_is_timed_decode_sizes_first() -> None:
     assert small == sorted(small, reverse=True)
 
 
+ENVIRONMENT = {
+    "device": {"name": "a card", "sm_count": 132}, "driver": "1", "toolkit": "13", "python": "3.12",
+    "packages": {"torch": "2", "triton": "3"},
+}  # fmt: skip
 ROW = SpeedRow("silu", "thr", "fwd", "rows=2", 20.0, 10.0, 9.5, 9.4, "5.0% faster", "k: BLOCK=512", "k: BLOCK=2048")
 
 
@@ -113,8 +117,7 @@ def test_a_report_says_what_held(tmp_path: Any) -> None:
     runs, out = tmp_path / "runs", tmp_path / "report"
     runs.mkdir()
     results.write(runs / ROWS_FILE)
-    where = {"device": {"name": "a card"}, "driver": "1", "packages": {"torch": "2", "triton": "3"}}
-    (runs / "environment.json").write_text(json.dumps(where))
+    (runs / "environment.json").write_text(json.dumps(ENVIRONMENT))
     report.write(runs, out)
     text, numbers = (out / "README.md").read_text(), json.loads((out / "summary.json").read_text())
     assert "| silu | thr | fwd | 20.00 | 10.00 | 9.50 | 9.40 | 5.0% faster | 0.989 |" in text
@@ -132,7 +135,7 @@ def test_a_report_says_what_did_not_hold() -> None:
     results.speed[0] = replace(ROW, verdict="2.0% slower", best_us=9.0)
     results.skipped["logp thr fwd"] = "no time left"
     assert not any(report.promises(results).values())
-    text = report.readme(results, {"device": {"name": "a"}, "driver": 1, "packages": {"torch": 1, "triton": 1}})
+    text = report.readme(results, ENVIRONMENT)
     assert text.count("**no**") == 5
     assert "- logp thr fwd: not run, no time left." in text
 
