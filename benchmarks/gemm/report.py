@@ -9,8 +9,6 @@ hand into reasons.json of the report's folder, {"preset phase": "why"}: only wha
 
 from __future__ import annotations
 
-import importlib
-import io
 import textwrap
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -18,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks import report_files
 from benchmarks.gemm.rows import FLOPS_PER_US, NAIVE, PEERS, ROWS_FILE, Kind, Results, Row
 from benchmarks.operators.targets import BYTES_PER_US, SAMPLES
-from benchmarks.training.history import replace_bytes
+from benchmarks.pictures import new_figure, save
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -140,11 +138,7 @@ def _apart(row: Row) -> float:
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Draw how many times as fast as torch.mm every row is, peers as marks, as a PNG."""
     shown = [row for row in rows if row.peers.get("torch.mm") is not None]
-    figure = importlib.import_module("matplotlib.figure").Figure(
-        figsize=(8, 1 + 0.3 * len(shown)), layout="constrained"
-    )
-    axes = figure.subplots()
-    axes.spines[["top", "right"]].set_visible(False)
+    figure, axes = new_figure(8, 1 + 0.3 * len(shown))
     places = range(len(shown))
     axes.barh(places, [row.faster_than("torch.mm") for row in shown], color="#1f77b4", label="this library")
     for name in PEERS[1:]:
@@ -160,9 +154,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     axes.set_ylim(len(shown) - 0.4, -1.6)  # downwards, with room for the legend above
     axes.set(xlabel="times as fast as torch.mm")
     axes.legend(loc="upper center", ncols=4, frameon=False, fontsize=8)
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=150)
-    replace_bytes(path, image.getvalue())
+    save(figure, path)
 
 
 def write(runs: Path, out: Path) -> None:

@@ -9,15 +9,13 @@ hand into reasons.json of the report's folder, {"target": "why"}.
 
 from __future__ import annotations
 
-import importlib
-import io
 import textwrap
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import report_files
 from benchmarks.launch.rows import PATHS, RESULTS_FILE, Results
-from benchmarks.training.history import replace_bytes
+from benchmarks.pictures import new_figure, save
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -145,10 +143,7 @@ def _training_table(results: Results) -> str:
 
 def draw(results: Results, path: Path) -> None:
     """Draw the host time of a launch by path and number of arguments, as a PNG."""
-    # Figure rather than pyplot: no window system is looked for
-    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(7, 3.5), layout="constrained")
-    axes = figure.subplots()
-    axes.spines[["top", "right"]].set_visible(False)
+    figure, axes = new_figure(7, 3.5)
     for place, name in enumerate(PATHS):
         seen = [(number, results.launch_us(name, count)) for number, count in enumerate(PLAN_SHARES)]
         known = [(number + 0.2 * place - 0.3, us) for number, us in seen if us is not None]
@@ -157,9 +152,7 @@ def draw(results: Results, path: Path) -> None:
     axes.set_xticks(range(len(PLAN_SHARES)), [f"{count} arguments" for count in PLAN_SHARES])
     axes.set(ylabel="host time of a launch, µs")
     axes.legend(frameon=False, ncols=len(PATHS), loc="upper left", fontsize=8)
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=150)
-    replace_bytes(path, image.getvalue())
+    save(figure, path)
 
 
 def write(runs: Path, out: Path) -> None:

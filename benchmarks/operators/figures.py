@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-import io
 from typing import TYPE_CHECKING
 
 from benchmarks.operators.rows import PEERS
-from benchmarks.training.history import replace_bytes
+from benchmarks.pictures import new_figure, save
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,12 +19,7 @@ _MARKS = {"eager": "o", "compile": "s", "liger": "^"}
 
 def draw_shares(rows: Sequence[Row], path: Path) -> None:
     """Draw the shares of the limit as bars, targets and peers as marks, as a PNG."""
-    # Figure rather than pyplot: no window system is looked for
-    figure = importlib.import_module("matplotlib.figure").Figure(
-        figsize=(8, 1 + 0.28 * len(rows)), layout="constrained"
-    )
-    axes = figure.subplots()
-    axes.spines[["top", "right"]].set_visible(False)
+    figure, axes = new_figure(8, 1 + 0.28 * len(rows))
     places = range(len(rows))
     axes.barh(places, [row.share for row in rows], color="#1f77b4", height=0.7, label="this library, fixed launch")
     aimed = [(place, row.target_share) for place, row in zip(places, rows, strict=True) if row.target_share is not None]
@@ -46,6 +39,4 @@ def draw_shares(rows: Sequence[Row], path: Path) -> None:
     axes.set_ylim(len(rows) - 0.4, -1.6)  # downwards, with room for the legend above
     axes.set(xlabel="share of the memory limit (bytes at 4.3 TB/s)", xlim=(0, 1.05))
     axes.legend(loc="upper center", bbox_to_anchor=(0.4, 1.0), ncols=5, frameon=False, fontsize=8)
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=150)
-    replace_bytes(path, image.getvalue())
+    save(figure, path)

@@ -8,15 +8,13 @@ README.md, summary.json, environment.json and the figure are written from the ru
 
 from __future__ import annotations
 
-import importlib
-import io
 import textwrap
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import report_files
+from benchmarks.pictures import new_figure, save
 from benchmarks.qualification.rows import LEAST_SELECTABLE, OF_THE_BEST, ROWS_FILE, KernelRow, Results, SpeedRow
-from benchmarks.training.history import replace_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -144,11 +142,7 @@ def _how() -> str:
 def draw(rows: Sequence[SpeedRow], path: Path) -> None:
     """Draw how many times as fast as the naive launch the others are, as a PNG."""
     shown = [row for row in rows if row.naive_us]
-    figure = importlib.import_module("matplotlib.figure").Figure(
-        figsize=(8, 1.2 + 0.22 * len(shown)), layout="constrained"
-    )
-    axes = figure.subplots()
-    axes.spines[["top", "right"]].set_visible(False)
+    figure, axes = new_figure(8, 1.2 + 0.22 * len(shown))
     places = list(range(len(shown)))
     axes.barh(places, [_times(row, row.fixed_us) for row in shown], color="#1f77b4", label="fixed")
     marks: list[tuple[str, str, Callable[[SpeedRow], float | None]]] = [
@@ -162,9 +156,7 @@ def draw(rows: Sequence[SpeedRow], path: Path) -> None:
     axes.set_ylim(len(shown) - 0.4, -1.6)  # downwards, with room for the legend above
     axes.set(xlabel="times as fast as the naive launch")
     axes.legend(loc="upper right", ncols=3, frameon=False, fontsize=8)
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=150)
-    replace_bytes(path, image.getvalue())
+    save(figure, path)
 
 
 def _times(row: SpeedRow, time_us: float | None) -> float:

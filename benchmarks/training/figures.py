@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-import io
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from benchmarks.training.history import REWARD_WINDOW, replace_bytes
+from benchmarks.pictures import new_figure, save
+from benchmarks.training.history import REWARD_WINDOW
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
     from benchmarks.training.compare import ModeSummary
     from benchmarks.training.history import RunRecord
 
+_SIZE = (7, 4)  # inches
 _COLOURS = {"off": "#7a7a7a", "off again": "#7a7a7a", "on": "#1f77b4", "replay": "#1f77b4"}
 
 
@@ -33,7 +33,7 @@ def draw_reward(run: RunRecord, path: Path) -> None:
     for end in range(1, len(rewards) + 1):
         window = rewards[max(0, end - REWARD_WINDOW) : end]
         means.append(sum(window) / len(window))
-    figure, axes = _new_figure()
+    figure, axes = new_figure(*_SIZE)
     taught = 1 - run.settings["teacher_error_rate"]
     axes.axhline(taught, color="#7a7a7a", linestyle="--", linewidth=1, label="right answers the warm start was taught")
     axes.plot(numbers, rewards, color="#1f77b4", alpha=0.35, linewidth=1, label="mean reward of a step")
@@ -42,12 +42,12 @@ def draw_reward(run: RunRecord, path: Path) -> None:
     preset, largest = run.settings["preset"], run.settings["largest_number"]
     axes.set_title(f"Sums of numbers up to {largest}, {run.parameters:,} weights, {preset} preset")
     axes.legend(loc="lower right", frameon=False)
-    _save(figure, path)
+    save(figure, path)
 
 
 def draw_step_times(modes: Sequence[ModeSummary], title: str, path: Path) -> None:
     """Draw each mode's median time a step, with the range of its steps, as a PNG."""
-    figure, axes = _new_figure()
+    figure, axes = new_figure(*_SIZE)
     medians = [mode.median_ms for mode in modes]
     below = [mode.median_ms - mode.min_ms for mode in modes]
     above = [mode.max_ms - mode.median_ms for mode in modes]
@@ -57,18 +57,4 @@ def draw_step_times(modes: Sequence[ModeSummary], title: str, path: Path) -> Non
     axes.bar_label(bars, fmt="%.1f", label_type="center", color="white")
     axes.set(ylabel="ms a step: median, min to max")
     axes.set_title(title)
-    _save(figure, path)
-
-
-def _new_figure() -> tuple[Any, Any]:
-    # Figure rather than pyplot: no window system is looked for
-    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
-
-
-def _save(figure: Any, path: Path) -> None:
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=150)
-    replace_bytes(path, image.getvalue())
+    save(figure, path)
