@@ -30,11 +30,8 @@ from benchmarks.gemm.operands import sets_needed, steps
 from benchmarks.gemm.rows import PEERS, ROWS_FILE, TARGETS_US, Product, Results, Row, products
 from benchmarks.operators.targets import SAMPLES
 from benchmarks.operators.timing import brief, release, side_stream
+from benchmarks.operators.tuners import NewTuner
 from benchmarks.report_files import ENVIRONMENT_FILE
-from rl_engine.backends.shared.triton import autotuning
-from rl_engine.platforms.autotuner import PersistentAutotuner, installed
-from rl_engine.platforms.tuning.record import TuningRecord
-from rl_engine.platforms.tuning.store import MemoryStore
 from rl_engine.platforms.tuning.timer import GraphTimer
 from rl_engine.runtime.policy import autotune
 
@@ -47,7 +44,6 @@ if TYPE_CHECKING:
 
 COMMAND = textwrap.dedent((__doc__ or "").split("\n\n")[1])
 _SEED = 1234
-_TUNER_S = 600.0  # what the tuner may spend: here its choice is of interest, not its patience
 _SEARCH_SHARE = 0.9  # of the time budget, after which no product is searched any more
 _COMPILE_SHARE = 0.8  # likewise for torch.compile
 
@@ -119,8 +115,8 @@ def _time(options: Options, product: Product, results: Results, timer: Timer) ->
             results.failed[label] = "; ".join(checks.faults[:3])
             return
         runs = measure.contenders(sets, best)
-        store = MemoryStore()
-        runs["tuned"] = _tuned(runs["fixed"], store)
+        tuner = NewTuner()
+        runs["tuned"] = _tuned(runs["fixed"], tuner)
         if options.spent() < _COMPILE_SHARE:
             runs |= measure.compiled_run(sets)
         times, reasons = measure.in_turns(runs, len(sets), timer, SAMPLES)
@@ -130,7 +126,7 @@ def _time(options: Options, product: Product, results: Results, timer: Timer) ->
     if fixed is None:
         results.failed[label] = reasons["fixed"]
         return
-    chosen, limit = _chosen(store), product.limit_us
+    chosen, limit = "; ".join(f"{one.winner} ({one.reason})" for one in tuner.taken()), product.limit_us
     fastest = fixed
     if tuned is not None:  # of one launch and the same there are twice as many samples
         fastest = min(fixed, tuned) if chosen else (fixed + tuned) / 2
@@ -162,23 +158,14 @@ def _search(
     return best, candidates
 
 
-def _tuned(ours: Callable[[int], None], store: MemoryStore) -> Callable[[int], None]:
-    """Return the same launches under a tuner that remembers nothing but what is in ``store``."""
-    for kernel in autotuning.kernels().values():
-        kernel.forget()
-    tuner = PersistentAutotuner(store, budget_s=_TUNER_S)
+def _tuned(ours: Callable[[int], None], tuner: NewTuner) -> Callable[[int], None]:
+    """Return the same launches under a tuner."""
 
     def launch(number: int) -> None:
-        with installed(tuner), autotune("on"):
+        with tuner.on():
             ours(number)
 
     return launch
-
-
-def _chosen(store: MemoryStore) -> str:
-    """Return what a tuner took instead of the rule's launches; the empty text where it kept them all."""
-    records = [TuningRecord.from_json(store.load(digest) or "") for digest in store.digests()]
-    return "; ".join(f"{one.winner} ({one.reason})" for one in records if one.winner != one.candidates[0])
 
 
 def _options() -> Options:

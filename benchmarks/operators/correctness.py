@@ -34,7 +34,7 @@ def check(spec: OpSpec, op: Callable[..., Any], inputs: Inputs) -> Check:
     with _poisoned_memory():
         first = evaluate(op, inputs)
     faults: list[str] = []
-    compared = _equal_bytes(first.tensors(), evaluate(op, inputs).tensors(), "a second run", faults)
+    compared = equal_bytes(first.tensors(), evaluate(op, inputs).tensors(), "a second run", faults)
     rows = inputs.args[0].shape[0]
     count = _batch(spec, inputs, rows)
     batch = last_rows(inputs, rows, count)
@@ -43,7 +43,7 @@ def check(spec: OpSpec, op: Callable[..., Any], inputs: Inputs) -> Check:
     if spec.rowwise:
         whole = _rows_of(first, inputs, rows, count)
         own = {name: tensor for name, tensor in ours.tensors().items() if name in whole}
-        compared += _equal_bytes(own, whole, f"{count} rows in a batch of {rows}", faults)
+        compared += equal_bytes(own, whole, f"{count} rows in a batch of {rows}", faults)
     return Check(_errors(spec, batch, ours, gradients, faults), compared, tuple(faults))
 
 
@@ -81,7 +81,7 @@ def _rows_of(outcome: Outcome, inputs: Inputs, rows: int, count: int) -> dict[st
     return Outcome(outputs, {number: one[rows - count :] for number, one in by_row.items()}).tensors()
 
 
-def _equal_bytes(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], what: str, faults: list[str]) -> int:
+def equal_bytes(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], what: str, faults: list[str]) -> int:
     """Return the number of bytes compared; those of a tensor that differs are not counted, but a fault."""
     compared = 0
     for name, tensor in ours.items():

@@ -8,31 +8,29 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-import torch
-
 from benchmarks.gemm.measure import NAIVE as NAIVE_TILES
 from benchmarks.gemm.rows import NAIVE as NAIVE_TILE
 from benchmarks.gemm.rows import TARGETS_US as GEMM_TARGETS_US
 from benchmarks.operators import arguments
+from benchmarks.operators.correctness import equal_bytes
 from benchmarks.operators.launches import library_kernels
 from benchmarks.operators.naive import naive_launches
 from benchmarks.operators.targets import PHASES, is_throughput, phases
 from benchmarks.operators.timing import Contender, launches_of, time_in_turns
+from benchmarks.operators.tuners import NewTuner
 from benchmarks.qualification.rows import SpeedRow
 from rl_engine.backends import catalog
-from rl_engine.backends.shared.triton import autotuning
 from rl_engine.backends.shared.triton.gemm import launch as gemm_launch
 from rl_engine.backends.shared.triton.gemm import product
 from rl_engine.errors import TrialUnavailableError
-from rl_engine.platforms.autotuner import PersistentAutotuner, installed
 from rl_engine.platforms.tuning.decision import MARGIN, WINS, order_of_round
-from rl_engine.platforms.tuning.record import TuningRecord
-from rl_engine.platforms.tuning.store import MemoryStore
 from rl_engine.runtime.policy import autotune
 from rl_engine.runtime.registry import get_op
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+    import torch
 
     from benchmarks.operators.launches import Launch
     from benchmarks.operators.targets import Phase
@@ -41,7 +39,6 @@ if TYPE_CHECKING:
     from rl_engine.platforms.tuning.key import Candidate
 
 _REPEATS = 16  # launches of a decode size that follow each other
-_TUNER_S = 600.0  # what the tuner may spend: here its choice is of interest, not its patience
 _ROUGH, _FINE, _FINALISTS = 5, 9, 4  # samples of every selectable launch, and of the best few
 _SETS = 4  # of arguments at the most
 _Chosen = dict[tuple[str, tuple[tuple[str, Any], ...]], "Candidate"]  # by kernel and exact sizes
@@ -73,21 +70,19 @@ def measure(spec: OpSpec, case: Case, phase: Phase) -> SpeedRow:
     fixed = Contender(called, sets, around=_off, restores=overwrites)
     launches = launches_of(fixed, phase)
     notes: list[str] = []
-    best, store = _search(launches, notes), MemoryStore()
-    tuner = PersistentAutotuner(store, budget_s=_TUNER_S)
+    best, tuner = _search(launches, notes), NewTuner()
     contenders = {
         "naive": replace(fixed, around=_naive_tiles if "matrix" in case.tags else _naively),
         "fixed": fixed,
-        "tuned": replace(fixed, around=lambda: _tuned(tuner)),
+        "tuned": replace(fixed, around=tuner.on),
     }
     if best:
         contenders["best"] = replace(fixed, around=lambda: _forced(best))
-    for kernel in autotuning.kernels().values():
-        kernel.forget()  # what another case settled is not to be found here
     if not overwrites:
         _compare_bytes(spec, contenders)
     sampled = time_in_turns(contenders, phase, repeats=1 if is_throughput(case.name) else _REPEATS)
-    row = _row(spec, case, phase, sampled, _taken(store), best)
+    tuned = sorted({f"{one.key.kernel}: {one.winner}" for one in tuner.taken()})
+    row = _row(spec, case, phase, sampled, tuned, best)
     row.note = "; ".join(filter(None, (row.note, *notes)))
     return row
 
@@ -229,37 +224,17 @@ def _ruled(name: str, rule: Any) -> Iterator[None]:
         kernel.declaration = declared
 
 
-@contextlib.contextmanager
-def _tuned(tuner: PersistentAutotuner) -> Iterator[None]:
-    with installed(tuner), autotune("on"):
-        yield
-
-
-def _taken(store: MemoryStore) -> list[str]:
-    """Return what a tuner took instead of fixed launches."""
-    records = [TuningRecord.from_json(store.load(digest) or "") for digest in store.digests()]
-    return sorted({f"{one.key.kernel}: {one.winner}" for one in records if one.winner != one.candidates[0]})
-
-
 def _compare_bytes(spec: OpSpec, contenders: Mapping[str, Contender]) -> None:
     """Compare outputs and gradients of the tuner's and the search's launches with those of the fixed ones."""
-    expected: dict[str, torch.Tensor] | None = None
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    faults: list[str] = []
     for name in ("fixed", "tuned", "best"):
-        if name not in contenders:
-            continue
-        one = contenders[name]
-        with one.around():
-            seen = arguments.evaluate(one.call, one.sets[0]).tensors()
-        if expected is None:
-            expected = {what: tensor.clone() for what, tensor in seen.items()}
-            continue
-        for what, tensor in seen.items():
-            same = torch.equal(_raw(tensor), _raw(expected[what]))
-            assert same, f"{spec.name}: {what} has other bytes by the {name} launches"
-
-
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        if name in contenders:
+            one = contenders[name]
+            with one.around():
+                found[name] = arguments.evaluate(one.call, one.sets[0]).tensors()
+            equal_bytes(found[name], found["fixed"], f"the {name} launches", faults)
+    assert not faults, f"{spec.name}: {'; '.join(faults)}"
 
 
 def _bytes_of(inputs: Any) -> int:
