@@ -54,6 +54,21 @@ class Launch:
         """What a fixed rule is given: scalars by name."""
         return {name: value for name, value in self.values.items() if not name.endswith("_ptr")}
 
+    @property
+    def code(self) -> tuple[object, ...]:
+        """What tells its compiled code from another launch's: dtypes, constants, what is None.
+
+        An interpreted launch has none; there every scalar counts.
+        """
+        constants = {one.name for one in self.kernel.fn.params if one.is_constexpr} if self.index >= 0 else self.values
+
+        def seen(name: str, value: Any) -> object:
+            if isinstance(value, torch.Tensor):
+                return value.dtype
+            return value if name in constants or value is None else type(value)
+
+        return tuple(seen(name, value) for name, value in self.values.items())
+
     def programs(self, candidate: Candidate) -> int:
         """Return how many programs it takes with a candidate's options."""
         return math.prod(compiler.launch_grid(self.grid, self.values, dict(candidate.options)))

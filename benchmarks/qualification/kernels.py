@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 REPEATS = 20  # launches of a selectable candidate on each kind of input
 _REPEATS_OF_REFUSED = 2
 _MATRIX = 4096  # of the products that keep another stream busy: 0.2 ms each on an H200
-_PRODUCTS = 50
+_PRODUCTS = 200
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def study(name: str, sources: Sequence[Source], families: Sequence[str] = tuple(
         differed: set[Candidate] = set()
         for family in families:
             here = source(family)
-            with _busy_stream(here.site):
+            with busy_stream(idle=here.site.interpreted):
                 wrong |= _compare(here.bound, (fixed, *found.selectable), REPEATS, row)
                 if wide:
                     before = row.comparisons
@@ -125,9 +125,12 @@ def _compare(
 
 
 @contextlib.contextmanager
-def _busy_stream(site: LaunchSite) -> Iterator[None]:
-    """Keep the card busy from another stream, so that programs start and end in other orders."""
-    if site.interpreted:
+def busy_stream(*, idle: bool) -> Iterator[None]:
+    """Keep the card busy from another stream, so that programs start and end in other orders.
+
+    Does nothing if ``idle``: the interpreter has no streams.
+    """
+    if idle:
         yield
         return
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch

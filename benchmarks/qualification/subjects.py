@@ -82,7 +82,7 @@ def kernel_sources(place: str) -> dict[str, list[Source]]:
                 for number, launch in enumerate(launches(NORMAL)):
                     source = functools.partial(_numbered, launches, number)
                     widest = len(launch.candidates())
-                    found[launch.kernel.__name__].setdefault(_code(launch, place), (widest, source))
+                    found[launch.kernel.__name__].setdefault(launch.code, (widest, source))
                 launches.cache_clear()
     return {name: _some(list(found[name].values())) for name in sorted(library_kernels()) if name in found}
 
@@ -118,15 +118,6 @@ def _numbered(launches: Callable[[str], list[Launch]], number: int, family: str)
         return replace(launch, args=(), kwargs=bound.values).site()
 
     return Subject(launch.site(), launch.bound(), launch.candidates(), site_of)
-
-
-def _code(launch: Launch, place: str) -> object:
-    """Return what tells the compiled code of one launch from another's: dtypes, constants, what is None."""
-    constants = {one.name for one in launch.kernel.fn.params if one.is_constexpr} if place == "cuda" else launch.values
-    return tuple(
-        value.dtype if isinstance(value, torch.Tensor) else value if name in constants or value is None else type(value)
-        for name, value in launch.values.items()
-    )
 
 
 def _some(found: list[tuple[int, Source]]) -> list[Source]:

@@ -7,18 +7,17 @@ failure; what was compared, and what fell out and why, stands in the report of `
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-import torch
 
 from benchmarks.operators.launches import Launch, library_kernels, recorded
 from benchmarks.qualification.families import FAMILIES, of_family
+from benchmarks.qualification.kernels import REPEATS, busy_stream
 from rl_engine.backends import catalog
 from rl_engine.backends.shared.triton.distinct import LaunchSite
 from rl_engine.backends.shared.triton.qualification import gate, widened
@@ -37,8 +36,6 @@ DTYPES = ("bfloat16", "float16", "float32") if ON_GPU else ("float32",)
 TRIED = tuple(FAMILIES) if ON_GPU else ("cancelling",)  # the interpreter takes a minute for each
 MOST_LAUNCHES = 8 if ON_GPU else 3  # of a kernel, from all over the cases
 INTERPRETED_PROGRAMS = 50  # of a launch's candidates in all: some take half a second each
-REPEATS = 20
-MATRIX = 4096  # of the products that keep another stream busy: 0.2 ms each on an H200
 # What may happen to a candidate; other bytes may not. A card has only so many registers and so much shared memory.
 EXPECTED_REJECTIONS = ("same launch as", "failed: OutOfResources")
 
@@ -52,7 +49,7 @@ def _launches(family: str, dtype: str) -> dict[str, list[Launch]]:
             run_sample(triton_op(sample.spec.name), sample, of_family(sample.inputs(), family))
         for launch in made:
             found[launch.kernel.__name__].append(launch)
-    different = {name: list({_code(one): one for one in ones}.values()) for name, ones in found.items()}
+    different = {name: list({one.code: one for one in ones}.values()) for name, ones in found.items()}
     return {name: _some(ones) for name, ones in different.items()}
 
 
@@ -61,30 +58,6 @@ def _some(launches: list[Launch]) -> list[Launch]:
     widest = max(launches, key=lambda one: len(one.candidates()))
     chosen = launches[:: -(-len(launches) // MOST_LAUNCHES)]
     return chosen if any(one is widest for one in chosen) else [*chosen, widest]
-
-
-def _code(launch: Launch) -> tuple[object, ...]:
-    """Return what tells the compiled code of one launch from another's: dtypes, constants, what is None."""
-    constants = {one.name for one in launch.kernel.fn.params if one.is_constexpr} if ON_GPU else set(launch.values)
-    return tuple(
-        value.dtype if isinstance(value, torch.Tensor) else value if name in constants or value is None else type(value)
-        for name, value in launch.values.items()
-    )
-
-
-@contextlib.contextmanager
-def _busy_stream() -> Iterator[None]:
-    """Keep the card busy from another stream, so that programs start and end in other orders."""
-    if not ON_GPU:
-        yield
-        return
-    stream, matrix = torch.cuda.Stream(), torch.randn(MATRIX, MATRIX, device="cuda", dtype=torch.bfloat16)
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _product in range(200):
-            torch.mm(matrix, matrix)
-    yield
-    torch.cuda.current_stream().wait_stream(stream)
 
 
 @pytest.mark.parametrize("family", TRIED)
@@ -97,7 +70,7 @@ def test_every_candidate_gives_the_fixed_launchs_bytes(
     if not launches:
         assert any(_launches(family, other).get(kernel) for other in DTYPES), "no case of any spec launches it"
         return
-    with _busy_stream():
+    with busy_stream(idle=not ON_GPU):
         comparisons, fallen = compared(kernel, launches)
     record_property("comparisons", comparisons)
     record_property("fell out", "; ".join(map(_text, fallen)))
