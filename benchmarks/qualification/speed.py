@@ -23,7 +23,7 @@ from rl_engine.backends import catalog
 from rl_engine.backends.shared.triton.gemm import launch as gemm_launch
 from rl_engine.backends.shared.triton.gemm import product
 from rl_engine.errors import TrialUnavailableError
-from rl_engine.platforms.tuning.decision import MARGIN, WINS, order_of_round
+from rl_engine.platforms.tuning.decision import MARGIN, WINS, median_ratio, sample_rounds
 from rl_engine.runtime.policy import autotune
 from rl_engine.runtime.registry import get_op
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from benchmarks.operators.launches import Launch
     from benchmarks.operators.targets import Phase
     from benchmarks.operators.timing import Sampled
+    from rl_engine.backends.shared.triton.launch_trial import LaunchTrial
     from rl_engine.backends.spec import Case, OpSpec
     from rl_engine.platforms.tuning.key import Candidate
 
@@ -128,31 +129,26 @@ def _search(launches: list[Launch], notes: list[str]) -> _Chosen:
         trial = launch.trial()
         try:
             survivors = trial.qualify(launch.candidates()).survivors
-            rough = _ratios(survivors, trial.sample, _ROUGH)
-            finalists = tuple(sorted(rough, key=lambda one: (rough[one], one.options))[:_FINALISTS])
-            fine = _ratios(tuple(dict.fromkeys((survivors[0], *finalists))), trial.sample, _FINE)
+            for candidate in survivors:
+                trial.sample(candidate)  # lost: it pays for cold clocks and instruction caches
+            rough = _ranked(survivors, trial, _ROUGH)
+            fine = _ranked(tuple(dict.fromkeys((survivors[0], *list(rough)[:_FINALISTS]))), trial, _FINE)
         except TrialUnavailableError as error:
             notes.append(f"{key[0]} not searched: {error}")
             continue
         finally:
             trial.close()
-        fastest = min(fine, key=lambda one: (fine[one], one.options))
+        fastest = next(iter(fine))
         if fine[fastest] < 1 - MARGIN:
             found[key] = fastest
     return found
 
 
-def _ratios(candidates: tuple[Candidate, ...], sample: Any, rounds: int) -> dict[Candidate, float]:
-    """Return every candidate's median ratio to the first one's time in the same round; the first samples are lost."""
-    taken: dict[Candidate, list[float]] = {one: [sample(one)] for one in candidates}
-    for number in range(rounds):
-        for one in order_of_round(candidates, number):
-            taken[one].append(sample(one))
-    first = taken[candidates[0]][1:]
-    return {
-        one: statistics.median(ours / theirs for ours, theirs in zip(times[1:], first, strict=True))
-        for one, times in taken.items()
-    }
+def _ranked(candidates: tuple[Candidate, ...], trial: LaunchTrial, rounds: int) -> dict[Candidate, float]:
+    """Return the ratios of candidates that could be timed to the first one's time, the fastest first."""
+    samples = sample_rounds(candidates, trial.sample, rounds, out_of_time=lambda: False)
+    ratios = {one: median_ratio(one, candidates[0], samples) for one in samples}
+    return dict(sorted(ratios.items(), key=lambda one: (one[1], one[0].options)))
 
 
 def _key(sizes: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:

@@ -68,13 +68,13 @@ def measure(
         return Measurement(Decision(fixed, 1.0, 0.0, "no other candidate qualified"), {}, {})
     for candidate in candidates:
         sample(candidate)
-    first = _rounds(candidates, sample, 1, out_of_time)
-    hopeful = tuple(one for one in first if _ratio(one, fixed, first) < HOPELESS)
-    screening = _rounds(hopeful, sample, SCREENING_ROUNDS, out_of_time)
+    first = sample_rounds(candidates, sample, 1, out_of_time)
+    hopeful = tuple(one for one in first if median_ratio(one, fixed, first) < HOPELESS)
+    screening = sample_rounds(hopeful, sample, SCREENING_ROUNDS, out_of_time)
     # equal ratios go by the options, so that the order in which candidates are declared never matters
-    ranked = sorted(screening, key=lambda one: (_ratio(one, fixed, screening), one.options))
-    finalists = [one for one in ranked if _ratio(one, fixed, screening) < 1][:FINALISTS]
-    final = _rounds((fixed, *finalists), sample, FINAL_ROUNDS, out_of_time) if finalists else {}
+    ranked = sorted(screening, key=lambda one: (median_ratio(one, fixed, screening), one.options))
+    finalists = [one for one in ranked if median_ratio(one, fixed, screening) < 1][:FINALISTS]
+    final = sample_rounds((fixed, *finalists), sample, FINAL_ROUNDS, out_of_time) if finalists else {}
     return Measurement(decide(fixed, final), {**first, **screening}, final)
 
 
@@ -98,15 +98,14 @@ def decide(fixed: Candidate, samples: Samples) -> Decision:
 def order_of_round(contenders: Sequence[_One], number: int) -> list[_One]:
     """Return the order in which a round takes its turns: shuffled, the same in every process.
 
-    A large product leaves a hot card to what follows: of two equal ones whose places never changed, the one behind the
-    hotter neighbour took 1 to 2% longer (H200).
+    A large product leaves a hot card to what follows, so a place that never changed would be part of what is measured.
     """
     order = list(contenders)
     random.Random(number).shuffle(order)  # noqa: S311  # nothing secret
     return order
 
 
-def _rounds(
+def sample_rounds(
     candidates: tuple[Candidate, ...],
     sample: Callable[[Candidate], float],
     rounds: int,
@@ -125,7 +124,8 @@ def _rounds(
     return timed
 
 
-def _ratio(candidate: Candidate, fixed: Candidate, samples: Samples) -> float:
+def median_ratio(candidate: Candidate, fixed: Candidate, samples: Samples) -> float:
+    """Return the median ratio of a candidate's times to the fixed launch's of the same rounds."""
     return statistics.median(_ratios(samples[candidate], samples[fixed]))
 
 
