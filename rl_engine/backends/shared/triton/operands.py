@@ -44,7 +44,7 @@ def require_floats(op: str, **tensors: torch.Tensor | None) -> None:
 
 
 class Door:
-    """Checks an operator's tensors in full where their kinds are new; known ones cost one look-up, 1 us less for two.
+    """Checks an operator's tensors in full where their kinds are new; known ones cost one look-up.
 
     Args:
         op: the operator's name, for messages.
