@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from rl_engine.backends.shared.triton.qualification import BoundLaunch
-    from rl_engine.platforms.tuning.key import Candidate
+    from rl_engine.platforms.tuning.key import Candidate, TuningKey
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,10 @@ class Launch:
         """What a fixed rule is given: scalars by name."""
         return {name: value for name, value in self.values.items() if not name.endswith("_ptr")}
 
+    def has(self, key: TuningKey) -> bool:
+        """Return whether a tuning record of this key is about it."""
+        return key.kernel == self.kernel.__name__ and key.agrees_with(self.kernel.parts(self.values))
+
     @property
     def code(self) -> tuple[object, ...]:
         """What tells its compiled code from another launch's: dtypes, constants, what is None.
@@ -85,8 +89,8 @@ class Launch:
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[list[Launch]]:
-    """Write down every launch made inside the block; the kernels run as ever."""
+def recorded(*, running: bool = True) -> Iterator[list[Launch]]:
+    """Write down every launch made inside the block; the kernels run as ever, or, if not ``running``, not at all."""
     launches: list[Launch] = []
     launcher = KernelLauncher.__getitem__
 
@@ -95,7 +99,8 @@ def recorded() -> Iterator[list[Launch]]:
 
         def call(*args: Any, **kwargs: Any) -> None:
             launches.append(Launch(self, grid, args, kwargs))
-            launch(*args, **kwargs)
+            if running:
+                launch(*args, **kwargs)
 
         return call
 

@@ -15,7 +15,7 @@ from rl_engine.backends.shared.triton.qualification import gate, widened
 from rl_engine.errors import TrialUnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from benchmarks.qualification.subjects import Source, Subject
     from rl_engine.backends.shared.triton.distinct import Compiled, LaunchSite
@@ -39,35 +39,37 @@ class Sorted:
     failed: int
 
 
-def study(name: str, sources: Sequence[Source], families: Sequence[str] = tuple(FAMILIES)) -> KernelRow:
+def study(name: str, sources: Iterable[Source], families: Sequence[str] = tuple(FAMILIES)) -> KernelRow:
     """Compile the candidates of some launches, and compare their bytes with the fixed launch's on every family."""
-    row = KernelRow(name, launches=len(sources))
+    row = KernelRow(name)
     for source in sources:
-        subject = source(NORMAL)
-        fixed = subject.candidates[0]
-        found = sort(subject.candidates, subject.site)
-        row.declared += len(subject.candidates)
-        row.binaries += found.binaries
-        row.classes += found.classes
-        row.selectable += 1 + len(found.selectable)
-        row.refused += len(found.refused)
-        row.failed += found.failed
-        wide = _wide(subject, (fixed, *found.selectable))
-        wrong: set[Candidate] = set()
-        differed: set[Candidate] = set()
-        for family in families:
-            here = source(family)
-            with busy_stream(idle=here.site.interpreted):
-                wrong |= _compare(here.bound, (fixed, *found.selectable), REPEATS, row)
-                if wide:
-                    before = row.comparisons
-                    bound = widened(here.bound)
-                    assert bound is not None, "what is written does not depend on what is read"
-                    wrong |= _compare(bound, wide, REPEATS, row)
-                    row.wide += row.comparisons - before
-                differed |= _compare(here.bound, (fixed, *found.refused), _REPEATS_OF_REFUSED, None)
-        row.mismatches += len(wrong)
-        row.refused_that_differed += len(differed)
+        row.add(_study(name, source, families))
+    return row
+
+
+def _study(name: str, source: Source, families: Sequence[str]) -> KernelRow:
+    subject = source(NORMAL)
+    fixed = subject.candidates[0]
+    found = sort(subject.candidates, subject.site)
+    row = KernelRow(
+        name, launches=1, declared=len(subject.candidates), binaries=found.binaries, classes=found.classes,
+        selectable=1 + len(found.selectable), refused=len(found.refused), failed=found.failed,
+    )  # fmt: skip
+    wide = _wide(subject, (fixed, *found.selectable))
+    wrong: set[Candidate] = set()
+    differed: set[Candidate] = set()
+    for family in families:
+        here = source(family)
+        with busy_stream(idle=here.site.interpreted):
+            wrong |= _compare(here.bound, (fixed, *found.selectable), REPEATS, row)
+            if wide:
+                before = row.comparisons
+                bound = widened(here.bound)
+                assert bound is not None, "what is written does not depend on what is read"
+                wrong |= _compare(bound, wide, REPEATS, row)
+                row.wide += row.comparisons - before
+            differed |= _compare(here.bound, (fixed, *found.refused), _REPEATS_OF_REFUSED, None)
+    row.mismatches, row.refused_that_differed = len(wrong), len(differed)
     return row
 
 

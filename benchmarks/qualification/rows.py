@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from benchmarks.report_files import read_rows, write_rows
@@ -49,6 +49,11 @@ class KernelRow:
     refused_that_differed: int = 0
     failed: int = 0
     wide: int = 0
+
+    def add(self, other: KernelRow) -> None:
+        """Add the counts of other launches of the same kernel."""
+        for one in fields(self)[1:]:
+            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 
 
 @dataclass
@@ -105,10 +110,10 @@ class Results:
     @classmethod
     def read(cls, path: Path) -> Results:
         """Read results; raises ValueError for those of another schema."""
-        fields = read_rows(path, SCHEMA)
-        fields["kernels"] = [KernelRow(**row) for row in fields["kernels"]]
-        fields["speed"] = [SpeedRow(**row) for row in fields["speed"]]
-        return cls(**fields)
+        found = read_rows(path, SCHEMA)
+        found["kernels"] = [KernelRow(**row) for row in found["kernels"]]
+        found["speed"] = [SpeedRow(**row) for row in found["speed"]]
+        return cls(**found)
 
     @property
     def selectable(self) -> int:

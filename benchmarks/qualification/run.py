@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from benchmarks import provenance
+from benchmarks.operators.launches import library_kernels
 from benchmarks.operators.timing import brief, release, side_stream
-from benchmarks.qualification import kernels, speed, subjects
-from benchmarks.qualification.rows import ROWS_FILE, Results
+from benchmarks.qualification import processes, speed
+from benchmarks.qualification.rows import ROWS_FILE, KernelRow, Results
 from benchmarks.report_files import ENVIRONMENT_FILE
 from rl_engine.backends import catalog
 
@@ -37,35 +38,35 @@ PARTS = ("kernels", "speed")
 _SHARE_OF_KERNELS = 0.5  # of the time, after which no further kernel is begun where speed is to follow
 
 
-def qualify_kernels(results: Results, place: str, only: Sequence[str], begin: Callable[[str], bool]) -> None:
-    """Add a row for every kernel and every tuned backend's question; ``begin`` says whether to start another."""
-    sources = {**subjects.kernel_sources(place), **subjects.question_sources(place)}
-    for name, some in sources.items():
-        if only and name not in only:
+def qualify_kernels(results: Results, place: str, only: Sequence[str], out_of_time: Callable[[], bool]) -> None:
+    """Fill in the row of every kernel and every tuned backend's question."""
+    missing = sorted(library_kernels().keys() - processes.sources(place).keys())
+    results.failed |= {name: "no declared case launches it" for name in missing if not only}
+    rows: dict[str, KernelRow] = {}
+    for name, number, found in processes.studies(place, only, out_of_time):
+        label = f"{name}, launch {number}"
+        if isinstance(found, str):
+            (results.skipped if found == processes.NO_TIME else results.failed)[label] = found
+            print(f"{label}: {found}", flush=True)
             continue
-        if not begin(name):
-            results.skipped[name] = "no time left"
-            continue
-        try:
-            row = kernels.study(name, some)
-        except Exception as error:  # noqa: BLE001  # the other kernels still count; the exit status tells
-            results.failed[name] = brief(error)
-            print(f"{name}: FAILED: {results.failed[name]}", flush=True)
-            continue
-        results.kernels.append(row)
-        print(row, flush=True)
-        if row.mismatches:
-            results.failed[name] = f"{row.mismatches} selectable launches gave other bytes"
+        if name not in rows:
+            rows[name] = KernelRow(name)
+            results.kernels.append(rows[name])
+        rows[name].add(found)
+        print(label, found, flush=True)
+        if found.mismatches:
+            results.failed[label] = f"{found.mismatches} selectable launches gave other bytes"
+    results.kernels.sort(key=lambda row: row.kernel)
 
 
-def time_choices(results: Results, only: Sequence[str], begin: Callable[[str], bool]) -> None:
+def time_choices(results: Results, only: Sequence[str], out_of_time: Callable[[], bool]) -> None:
     """Add a row for every timed case and phase."""
     for spec, case, phase in speed.cases():
         label = f"{spec.name} {case.name} {phase}"
         if only and spec.name not in only:
             continue
-        if not begin(label):
-            results.skipped[label] = "no time left"
+        if out_of_time():
+            results.skipped[label] = processes.NO_TIME
             continue
         try:
             results.speed.append(speed.measure(spec, case, phase))
@@ -95,16 +96,16 @@ def main() -> int:
     (options.out / ENVIRONMENT_FILE).write_text(json.dumps(environment, indent=1) + "\n")
     results, began_s = Results(), time.monotonic()
 
-    def begin(_name: str, share: float) -> bool:
+    def out_of_time(share: float = 1.0) -> bool:
         results.write(options.out / ROWS_FILE)
-        return time.monotonic() - began_s < share * options.seconds
+        return time.monotonic() - began_s > share * options.seconds
 
     with side_stream():
         if "kernels" in parts:
             share = _SHARE_OF_KERNELS if "speed" in parts else 1.0
-            qualify_kernels(results, "cuda", only, functools.partial(begin, share=share))
+            qualify_kernels(results, "cuda", only, functools.partial(out_of_time, share))
         if "speed" in parts:
-            time_choices(results, only, functools.partial(begin, share=1.0))
+            time_choices(results, only, out_of_time)
     results.write(options.out / ROWS_FILE)
     counts = (
         f"{len(results.kernels)} kernels, {results.selectable} selectable launches, {len(results.speed)} speed rows"

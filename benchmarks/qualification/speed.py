@@ -82,7 +82,8 @@ def measure(spec: OpSpec, case: Case, phase: Phase) -> SpeedRow:
     if not overwrites:
         _compare_bytes(spec, contenders)
     sampled = time_in_turns(contenders, phase, repeats=1 if is_throughput(case.name) else _REPEATS)
-    tuned = sorted({f"{one.key.kernel}: {one.winner}" for one in tuner.taken()})
+    taken = [one for one in tuner.taken() if any(launch.has(one.key) for launch in launches)]  # not by another phase
+    tuned = sorted({f"{one.key.kernel}: {one.winner}" for one in taken})
     row = _row(spec, case, phase, sampled, tuned, best)
     row.note = "; ".join(filter(None, (row.note, *notes)))
     return row

@@ -79,11 +79,10 @@ def kernel_sources(place: str) -> dict[str, list[Source]]:
                     continue
                 known = dtype if dtype in spec.dtypes else spec.dtypes[0]  # operators of one dtype alone
                 launches = functools.lru_cache(2)(functools.partial(_launched, spec, case, known, place))
-                for number, launch in enumerate(launches(NORMAL)):
+                for number, launch in enumerate(_launched(spec, case, known, place, NORMAL, running=False)):
                     source = functools.partial(_numbered, launches, number)
                     widest = len(launch.candidates())
                     found[launch.kernel.__name__].setdefault(launch.code, (widest, source))
-                launches.cache_clear()
     return {name: _some(list(found[name].values())) for name in sorted(library_kernels()) if name in found}
 
 
@@ -95,13 +94,16 @@ def question_sources(place: str) -> dict[str, list[Source]]:
     }
 
 
-def _launched(spec: OpSpec, case: Case, dtype: str, place: str, family: str) -> list[Launch]:
-    """Return what a case launches on inputs of a family, forward and backward, with tuning off."""
+def _launched(spec: OpSpec, case: Case, dtype: str, place: str, family: str, *, running: bool = True) -> list[Launch]:
+    """Return what a case launches on inputs of a family, forward and backward, with tuning off.
+
+    Where they are not ``running`` nothing is compiled, and their tensors hold anything.
+    """
     op = get_op(spec.name, place, backend=f"rlkernel.triton.{spec.name}")
     if arguments.OVERWRITES in case.options:
         op = arguments.fed(op, torch.clone)
     inputs = _inputs(spec, case.sizes, dtype, place, family)
-    with autotune("off"), recorded() as found:
+    with autotune("off"), recorded(running=running) as found:
         arguments.evaluate(op, replace(inputs, kwargs={**inputs.kwargs, **case.options}))
     return found
 

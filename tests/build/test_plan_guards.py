@@ -104,6 +104,15 @@ def test_a_captured_global_that_changed_is_tritons_to_refuse(value: Any, card: F
     assert start(card).by_address
 
 
+def test_what_a_captured_global_holds_is_looked_at_too(card: FakeCard, monkeypatch: pytest.MonkeyPatch) -> None:
+    warm(card)
+    with monkeypatch.context() as patch:
+        patch.setattr(JITTED.__globals__["SHIFT"], "value", 3.0)
+        with pytest.raises(RuntimeError, match="Global variable SHIFT has changed"):
+            start(card)
+    assert start(card).by_address
+
+
 def test_debugging_switched_on_by_hand_compiles_another_kernel(card: FakeCard) -> None:
     planned = warm(card)
     with triton.knobs.runtime.scope():

@@ -73,3 +73,9 @@ def test_the_c_function_is_used_where_it_takes_what_is_listed_here() -> None:
     # behind them what `run` was given behind the function: metadata of the kernel, of the launch, and two hooks
     assert list(head) == [*expected, "kernel_metadata", None, None, None]
     assert len(KNOWN["3.6"]["c_format"]) == 4 + len(head)
+
+
+@pytest.mark.parametrize("known", KNOWN)
+def test_the_table_says_how_many_arguments_stand_before_the_kernels(known: str) -> None:
+    entry, length = plan._ENTRIES[known]
+    assert len(entry(_compiled())[1]) == length

@@ -31,7 +31,7 @@ from rl_engine.runtime.policy import LaunchPolicy, innermost_policy, launch_poli
 
 if TYPE_CHECKING:
     from rl_engine.platforms.device import DeviceIdentity
-    from rl_engine.platforms.tuning.key import Candidate
+    from rl_engine.platforms.tuning.key import Candidate, Part
 
 __all__ = ["KernelLauncher", "TunableKernel", "kernels", "may_measure", "pin_autotune", "pinned_backward"]
 
@@ -172,6 +172,10 @@ class KernelLauncher:
         """Return all arguments of a launch by name, without the tuned ones."""
         return self._signature.values(*args, **kwargs)
 
+    def parts(self, values: Mapping[str, Any]) -> dict[str, Part]:
+        """Return what a tuning key holds of these arguments, tensors and scalars by name."""
+        return self._signature.parts(values)
+
     def candidates(self, values: Mapping[str, Any], identity: DeviceIdentity) -> tuple[Candidate, ...]:
         """Return the launches for these arguments, tensors and scalars by name, the fixed one first."""
         tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
@@ -286,7 +290,7 @@ class KernelLauncher:
         question = Question(
             name=self.__name__,
             jitted=(self.fn,),
-            parts=self._signature.parts(values),
+            parts=self.parts(values),
             candidates=lambda identity: self.candidates(values, identity),
             launches=one_kernel(self.fn, grid, values, self.declaration.descriptors),
             bound=self.bound(grid, values),

@@ -107,10 +107,14 @@ class LaunchTrial:
         return max(1, total(spans(self._launch.tensors)))
 
     def _rotation(self) -> int:
-        """Return how many argument sets keep the L2 cold, as far as memory allows; 1 where it should be warm."""
+        """Return how many argument sets keep the L2 cold, as far as memory allows; 1 where it should be warm.
+
+        One more than fill it twice: of a set larger than it, repeated, the end still lies there when the next launch
+        begins, which flatters some orders of programs (a product that reads 200 MB took 1.6% more in real use).
+        """
         if self._warm or self._site.interpreted:
             return 1
-        wanted = -(-2 * self._identity.l2_bytes // self._footprint)
+        wanted = 1 + -(-2 * self._identity.l2_bytes // self._footprint)
         return max(1, min(wanted, _ROTATIONS, _ROTATION_BYTES // self._footprint))
 
     def _prepare(self, candidate: Candidate) -> Callable[[], float]:
