@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 COMMAND = textwrap.dedent((__doc__ or "").split("\n\n")[1])
 _OURS, _NAIVE = "ours", "naive"
-_REPEATS = 16  # launches of a decode size that follow each other
 _WRONG = 0.02  # a peer that is further from our output, by its largest value, computes something else; bf16 rounds 0.4%
 _JUDGED = 64  # rows of a peer's output that are looked at
 _COMPILE_SHARE = 0.85  # of the time budget, after which nothing is compiled any more
@@ -126,7 +125,7 @@ def time_case(spec: OpSpec, case: Case, options: Options, results: Results) -> I
             called = arguments.fed(op, lambda first: first.view_as(first)) if overwrites else op
             ours = Contender(called, sets, restores=overwrites)
             contenders, notes = _contenders(spec.name, case.name, phase, ours, options, compiled)
-            sampled = time_in_turns(contenders, phase, repeats=1 if is_throughput(case.name) else _REPEATS)
+            sampled = time_in_turns(contenders, phase)
             yield make_row(timed, phase, len(launches_of(ours, phase)), _times(sampled, notes), checked)
 
 

@@ -77,26 +77,20 @@ class EventTimer:
         return sample
 
 
-def time_in_turns(
-    contenders: Mapping[str, Contender], phase: Phase, *, repeats: int = 1, samples: int = SAMPLES
-) -> dict[str, Sampled]:
-    """Return every contender's samples, taken in rounds; one that fails is reported, not raised.
-
-    ``repeats`` launches follow each other on one argument set: the timer takes the host's gaps for device time when it
-    chooses how many launches a graph holds, and small backwards have long gaps.
-    """
-    found = _take(contenders, phase, repeats, samples)
+def time_in_turns(contenders: Mapping[str, Contender], phase: Phase, *, samples: int = SAMPLES) -> dict[str, Sampled]:
+    """Return every contender's samples, taken in rounds; one that fails is reported, not raised."""
+    found = _take(contenders, phase, samples)
     release()
     return found
 
 
-def _take(contenders: Mapping[str, Contender], phase: Phase, repeats: int, samples: int) -> dict[str, Sampled]:
+def _take(contenders: Mapping[str, Contender], phase: Phase, samples: int) -> dict[str, Sampled]:
     ready: dict[str, _Prepared] = {}
     reasons: dict[str, str] = {}
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for name, contender in contenders.items():
         try:
-            ready[name] = _prepare(contender, "fwd" if contender.forward_only else phase, repeats)
+            ready[name] = _prepare(contender, "fwd" if contender.forward_only else phase)
         except Exception as error:  # noqa: BLE001  # peers fail in their own ways; the row says how
             reasons[name] = brief(error)
         if name in reasons:
@@ -104,7 +98,7 @@ def _take(contenders: Mapping[str, Contender], phase: Phase, repeats: int, sampl
     for number in range(samples):
         for name in order_of_round(list(ready), number):
             ready[name].restore()
-            times[name].append(ready[name].sample() / ready[name].repeats)
+            times[name].append(ready[name].sample())
     return {name: Sampled(times[name], reasons.get(name, "")) for name in contenders}
 
 
@@ -143,26 +137,19 @@ class _Prepared:
 
     sample: Callable[[], float]
     restore: Callable[[], None]
-    repeats: int
     launch: Callable[[int], None]
 
 
-def _prepare(contender: Contender, phase: Phase, repeats: int) -> _Prepared:
+def _prepare(contender: Contender, phase: Phase) -> _Prepared:
     restore = _restorer(contender.sets) if contender.restores else _nothing
-    repeats = repeats if contender.captured else 1
     with contender.around():
         launch = _launch(contender, phase)
-
-        def launches(number: int) -> None:
-            for _repeat in range(repeats):
-                launch(number)
-
         for _run in range(_WARM_RUNS):
             for number in range(len(contender.sets)):
                 launch(number)
         torch.cuda.synchronize()
         timer = GraphTimer() if contender.captured else EventTimer()
-        return _Prepared(timer.prepare(launches, rotation=len(contender.sets)), restore, repeats, launch)
+        return _Prepared(timer.prepare(launch, rotation=len(contender.sets)), restore, launch)
 
 
 def _nothing() -> None:

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from typing import TYPE_CHECKING
 
 from benchmarks.operators.timing import brief, side_stream
-from benchmarks.qualification import kernels, subjects
+from benchmarks.qualification import counterexamples, kernels, subjects
 from rl_engine.backends import catalog
 
 if TYPE_CHECKING:
@@ -51,9 +51,9 @@ def studies(
 
 @functools.cache
 def sources(place: str) -> Mapping[str, Sequence[Source]]:
-    """Return the launches to look at, by kernel or tuned backend, those that take longest first."""
+    """Return the launches to look at, by kernel, tuned backend or counterexample; those that take longest first."""
     catalog.load()
-    return {**subjects.question_sources(place), **subjects.kernel_sources(place)}
+    return {**subjects.question_sources(place), **subjects.kernel_sources(place), **counterexamples.sources(place)}
 
 
 def _study(place: str, name: str, number: int) -> KernelRow:

@@ -17,7 +17,7 @@ from benchmarks.pictures import new_figure, save
 from benchmarks.qualification.rows import LEAST_SELECTABLE, OF_THE_BEST, ROWS_FILE, KernelRow, Results, SpeedRow
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
 COMMAND = textwrap.dedent((__doc__ or "").split("\n\n")[1])
@@ -51,6 +51,7 @@ def summary(results: Results) -> dict[str, Any]:
     """Return the numbers of a run."""
     return {
         "kernels": [asdict(row) for row in results.kernels],
+        "counterexamples": [asdict(row) for row in results.counterexamples],
         "speed": [asdict(row) for row in results.speed],
         "selectable": results.selectable,
         "promises": promises(results),
@@ -68,6 +69,7 @@ def readme(results: Results, environment: Mapping[str, Any]) -> str:
         f"```\n{COMMAND.strip()}\n```",
         report_files.machine(environment),
         _kernels(results.kernels),
+        _counterexamples(results.counterexamples),
         "![Times as fast as the naive launch](speed.png)",
         _speed(results.speed),
         _choices(results.speed),
@@ -77,7 +79,8 @@ def readme(results: Results, environment: Mapping[str, Any]) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _table(title: str, names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _table(title: str, names: Sequence[str], cells: Iterable[Sequence[str]]) -> str:
+    rows = list(cells)
     if not rows:
         return ""
     lines = [f"| {' | '.join(cells)} |" for cells in (names, *rows)]
@@ -86,10 +89,18 @@ def _table(title: str, names: Sequence[str], rows: Sequence[Sequence[str]]) -> s
 
 
 def _kernels(rows: Sequence[KernelRow]) -> str:
-    cells = [[row.kernel, *(f"{getattr(row, name):,}" for name in _COUNTS)] for row in rows]
+    cells = [_counts(row) for row in rows]
     if rows:
         cells.append(["**all**", *(f"{sum(getattr(row, name) for row in rows):,}" for name in _COUNTS)])
     return _table("Kernels", ["kernel", *(name.replace("_", " ") for name in _COUNTS)], cells)
+
+
+def _counterexamples(rows: Sequence[KernelRow]) -> str:
+    return _table("Counterexamples", ["kernel", *(name.replace("_", " ") for name in _COUNTS)], map(_counts, rows))
+
+
+def _counts(row: KernelRow) -> list[str]:
+    return [row.kernel, *(f"{getattr(row, name):,}" for name in _COUNTS)]
 
 
 def _speed(rows: Sequence[SpeedRow]) -> str:
@@ -132,7 +143,9 @@ def _how() -> str:
         - Comparisons are of raw bytes with the fixed launch's, in poisoned memory, 20 times for each of eight families
           of inputs (cancelling pairs, exponents over 2^20, subnormals, infinities, NaN, signed zeros, equal values)
           while another stream is busy; "wide" ones with fp32 outputs, which round nothing away.
-        - Refused that differed: how often refusing was right on these inputs; equal bytes prove little.
+        - Refused that differed: how often refusing was right on these inputs; equal bytes prove little. The library's
+          own kernels declare axes that keep their class, so what a class refuses is seen on counterexamples: a
+          ``tl.sum``, and a fold of products that the compiler may fuse, both with warps declared neutral.
         - Microseconds are medians of CUDA-graph replays, taken in turns. Where the tuner, or the search, kept the fixed
           launches, their time is the fixed launches' own: one launch is not told from itself by noise.
         - Naive: blocks of 1,024 elements, one row a program, 4 warps; of products one tile, 128x128x64, 8 warps."""

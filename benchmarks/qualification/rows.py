@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from benchmarks.operators.targets import Phase
 
-SCHEMA = 1
+SCHEMA = 2
 ROWS_FILE = "qualification.json"
 LEAST_SELECTABLE = 400  # distinct launches in all that the tuner may choose
 OF_THE_BEST = 0.97  # of the speed of an exhaustive search's choice that the tuner's must reach
@@ -99,6 +99,7 @@ class Results:
     """All rows of a run so far; ``skipped`` and ``failed`` say why by name."""
 
     kernels: list[KernelRow] = field(default_factory=list)
+    counterexamples: list[KernelRow] = field(default_factory=list)
     speed: list[SpeedRow] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
@@ -111,7 +112,8 @@ class Results:
     def read(cls, path: Path) -> Results:
         """Read results; raises ValueError for those of another schema."""
         found = read_rows(path, SCHEMA)
-        found["kernels"] = [KernelRow(**row) for row in found["kernels"]]
+        for name in ("kernels", "counterexamples"):
+            found[name] = [KernelRow(**row) for row in found[name]]
         found["speed"] = [SpeedRow(**row) for row in found["speed"]]
         return cls(**found)
 

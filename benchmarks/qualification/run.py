@@ -25,7 +25,7 @@ import torch
 from benchmarks import provenance
 from benchmarks.operators.launches import library_kernels
 from benchmarks.operators.timing import brief, release, side_stream
-from benchmarks.qualification import processes, speed
+from benchmarks.qualification import counterexamples, processes, speed
 from benchmarks.qualification.rows import ROWS_FILE, KernelRow, Results
 from benchmarks.report_files import ENVIRONMENT_FILE
 from rl_engine.backends import catalog
@@ -39,7 +39,7 @@ _SHARE_OF_KERNELS = 0.5  # of the time, after which no further kernel is begun w
 
 
 def qualify_kernels(results: Results, place: str, only: Sequence[str], out_of_time: Callable[[], bool]) -> None:
-    """Fill in the row of every kernel and every tuned backend's question."""
+    """Fill in the row of every kernel, tuned backend's question and counterexample."""
     missing = sorted(library_kernels().keys() - processes.sources(place).keys())
     results.failed |= {name: "no declared case launches it" for name in missing if not only}
     rows: dict[str, KernelRow] = {}
@@ -51,7 +51,7 @@ def qualify_kernels(results: Results, place: str, only: Sequence[str], out_of_ti
             continue
         if name not in rows:
             rows[name] = KernelRow(name)
-            results.kernels.append(rows[name])
+            (results.counterexamples if name in counterexamples.NAMES else results.kernels).append(rows[name])
         rows[name].add(found)
         print(label, found, flush=True)
         if found.mismatches:

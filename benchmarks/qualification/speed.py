@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from rl_engine.backends.spec import Case, OpSpec
     from rl_engine.platforms.tuning.key import Candidate
 
-_REPEATS = 16  # launches of a decode size that follow each other
 _ROUGH, _FINE, _FINALISTS = 5, 9, 4  # samples of every selectable launch, and of the best few
 _SETS = 4  # of arguments at the most
 _Chosen = dict[tuple[str, tuple[tuple[str, Any], ...]], "Candidate"]  # by kernel and exact sizes
@@ -81,7 +80,7 @@ def measure(spec: OpSpec, case: Case, phase: Phase) -> SpeedRow:
         contenders["best"] = replace(fixed, around=lambda: _forced(best))
     if not overwrites:
         _compare_bytes(spec, contenders)
-    sampled = time_in_turns(contenders, phase, repeats=1 if is_throughput(case.name) else _REPEATS)
+    sampled = time_in_turns(contenders, phase)
     taken = [one for one in tuner.taken() if any(launch.has(one.key) for launch in launches)]  # not by another phase
     tuned = sorted({f"{one.key.kernel}: {one.winner}" for one in taken})
     row = _row(spec, case, phase, sampled, tuned, best)

@@ -287,13 +287,13 @@ def test_contenders_take_turns(ticks, phase):
     calls: list[str] = []
     sets = _silu_sets(2)
     contenders = {name: Contender(_noting(calls, name), sets) for name in ("a", "b")}
-    found = time_in_turns(contenders, phase, repeats=4, samples=3)
-    assert {name: one.samples_us for name, one in found.items()} == {"a": [2.0] * 3, "b": [2.0] * 3}
+    found = time_in_turns(contenders, phase, samples=3)
+    assert {name: one.samples_us for name, one in found.items()} == {"a": [8.0] * 3, "b": [8.0] * 3}
     if phase == "bwd":  # the forward ran once a set, before
         assert calls == ["a"] * 2 + ["b"] * 2
     else:
-        assert calls[-6 * 8 :] == [
-            name for turn in range(3) for name in order_of_round("ab", turn) for _call in range(8)
+        assert calls[-6 * 2 :] == [
+            name for turn in range(3) for name in order_of_round("ab", turn) for _call in range(2)
         ]
 
 
@@ -341,9 +341,7 @@ def on_the_cpu(monkeypatch):
     monkeypatch.setattr(arguments, "make", lambda spec, case, seed=1: make(spec, case, seed, "cpu"))
     monkeypatch.setattr(run, "release", lambda: None)
     monkeypatch.setattr(run, "launches_of", lambda _contender, _phase: [None])
-    monkeypatch.setattr(
-        run, "time_in_turns", lambda found, _phase, repeats: {name: Sampled((2.0, 2.0, 9.0)) for name in found}
-    )
+    monkeypatch.setattr(run, "time_in_turns", lambda found, _phase: {name: Sampled((2.0, 2.0, 9.0)) for name in found})
     return operators
 
 

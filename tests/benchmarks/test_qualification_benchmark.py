@@ -59,6 +59,9 @@ def test_a_kernels_row_counts_what_was_compared_and_what_differed() -> None:
         "doubled", launches=1, declared=6, binaries=4, classes=2, selectable=2, comparisons=2 * kernels.REPEATS,
         mismatches=0, refused=2, refused_that_differed=1, failed=1,
     )  # fmt: skip
+    twice = kernels.study("doubled", [lambda _family: _subject(wrong=(RAW,))] * 2, ("normal", "zeros"))
+    good.add(good)
+    assert twice == good
     bad = kernels.study("doubled", [lambda _family: _subject(wrong=(SAME,))], ("normal",))
     assert (bad.mismatches, bad.refused_that_differed) == (1, 0)
 
@@ -108,7 +111,8 @@ ROW = SpeedRow("silu", "thr", "fwd", "rows=2", 20.0, 10.0, 9.5, 9.4, "5.0% faste
 
 def _results() -> Results:
     every = KernelRow("_silu_fwd_kernel", 4, 40, 30, 1, 410, 9000, 0, 3, 2, 1, 400)
-    return Results([every], [ROW, replace(ROW, phase="bwd", verdict="same launch", tuned="", best="")])
+    wrong = KernelRow("_tl_sum_kernel", 1, 5, 5, 5, 1, 0, 0, 4, 3, 0, 0)
+    return Results([every], [wrong], [ROW, replace(ROW, phase="bwd", verdict="same launch", tuned="", best="")])
 
 
 def test_a_report_says_what_held(tmp_path: Any) -> None:
@@ -122,6 +126,7 @@ def test_a_report_says_what_held(tmp_path: Any) -> None:
     text, numbers = (out / "README.md").read_text(), json.loads((out / "summary.json").read_text())
     assert "| silu | thr | fwd | 20.00 | 10.00 | 9.50 | 9.40 | 5.0% faster | 0.989 |" in text
     assert "| _silu_fwd_kernel | 4 | 40 | 30 | 1 | 410 | 9,000 | 400 | 0 | 3 | 2 | 1 |" in text
+    assert "| _tl_sum_kernel | 1 | 5 | 5 | 5 | 1 | 0 | 0 | 0 | 4 | 3 | 0 |" in text
     assert "- silu thr fwd: the tuner took k: BLOCK=512; the search took k: BLOCK=2048." in text
     assert "**no**" not in text
     assert (numbers["selectable"], numbers["kernels"][0]["refused_that_differed"]) == (410, 2)

@@ -51,7 +51,7 @@ def test_the_text_is_what_schema_2_says() -> None:
         "final_us": {"0": [10.0, 10.25, 10.5], "1": [8.0, 8.25, 8.5]},
         "rejections": [{"candidate": 2, "reason": "other bytes"}],
         "evidence": {
-            "protocol": 1,
+            "protocol": 2,
             "bits": "5eed-c0de",
             "comparisons": 12,
             "repeats": 2,
@@ -209,8 +209,8 @@ def test_a_record_does_not_answer_for_another_key(key: TuningKey, complaint: str
 
 def test_a_record_of_another_protocol_or_with_a_winner_of_yesterday_does_not_answer() -> None:
     data = as_data()
-    data["evidence"]["protocol"] = 2
-    with pytest.raises(InvalidRecordError, match=r"^evidence: protocol 2, not 1$"):
+    data["evidence"]["protocol"] = 1
+    with pytest.raises(InvalidRecordError, match=r"^evidence: protocol 1, not 2$"):
         TuningRecord.from_json(json.dumps(data)).check(make_key(), CANDIDATES)
     with pytest.raises(InvalidRecordError, match=r"^winner: BLOCK=1024 num_warps=8 is not among today's candidates$"):
         make_record().check(make_key(), (FIXED, SLOW))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rl_engine.platforms.tuning.decision import Samples
 
 SCHEMA = 2  # 2 stores the bit class
-PROTOCOL = 1  # how candidates are compared; a record made under another protocol is not trusted
+PROTOCOL = 2  # how candidates are compared and timed; a record made under another protocol is not trusted
 _LAST_SECOND = 253_402_300_799  # of the year 9999: what a date can hold
 _SHOWN = 100  # characters of a stored value that a message quotes
 _Item = TypeVar("_Item")

@@ -10,8 +10,9 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_GRAPH_US = 400.0  # what a replay is made to last, by the time of one launch and its gap: events resolve 0.5 us
+_GRAPH_US = 400.0  # what a replay is made to last: events resolve 0.5 us
 _MAX_LAUNCHES = 256
+_Sample = tuple[float, float]  # microseconds that a replay took on the device, and the host to ask for it
 
 
 class Timer(Protocol):
@@ -43,27 +44,60 @@ class GraphTimer:
         launch(0)
         end.record()
         end.synchronize()
-        estimate_us = max(start.elapsed_time(end) * 1000, 1.0)
-        rounds = -(-int(_GRAPH_US / estimate_us) // rotation)
-        count = min(max(1, rounds) * rotation, max(_MAX_LAUNCHES, rotation))
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            for number in range(count):
-                launch(number % rotation)
-        finally:
-            graph.capture_end()
+        seems_us = max(start.elapsed_time(end) * 1000, 1.0)  # with the host's gap
 
-        def sample() -> float:
-            graph.replay()  # a backlog: what is timed is queued while this runs, so no gap of the host's is in the time
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            return float(start.elapsed_time(end)) * 1000 / count
+        def captured(count: int) -> Callable[[], _Sample]:
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                for number in range(count):
+                    launch(number % rotation)
+            finally:
+                graph.capture_end()
 
-        sample()  # the first replay uploads the graph
-        return sample
+            def replay() -> _Sample:
+                graph.replay()  # a backlog: what is timed is queued while this runs
+                began_s = time.perf_counter()
+                start.record()
+                graph.replay()
+                end.record()
+                host_us = (time.perf_counter() - began_s) * 1e6
+                end.synchronize()
+                return float(start.elapsed_time(end)) * 1000, host_us
+
+            replay()  # the first uploads the graph
+            return replay
+
+        count, replay = long_enough(captured, min(_GRAPH_US / seems_us, _MAX_LAUNCHES), rotation)
+        return lambda: replay()[0] / count
+
+
+def long_enough(
+    captured: Callable[[int], Callable[[], _Sample]], first: float, rotation: int
+) -> tuple[int, Callable[[], _Sample]]:
+    """Return how many launches a graph needs, and the replay of such a graph.
+
+    A backlog shorter than the host takes to ask for a replay leaves a gap in what is timed: a launch of 2 us was taken
+    for one of 16 (H200), and only where its graph was short, so that equal launches differed. A replay that lasted
+    twice the host's time has none.
+
+    Args:
+        captured: count -> the replay of a graph of so many launches.
+        first: the count to begin with.
+        rotation: argument sets; counts are multiples of it.
+    """
+    count, most = _in_rounds(first, rotation), _in_rounds(_MAX_LAUNCHES, rotation)
+    while True:
+        replay = captured(count)
+        took_us, host_us = replay()
+        if count >= most or took_us >= max(_GRAPH_US / 2, 2 * host_us):
+            return count, replay
+        count = min(most, _in_rounds(count * max(2.0, _GRAPH_US / took_us), rotation))
+
+
+def _in_rounds(count: float, rotation: int) -> int:
+    """Return ``count`` in whole rounds of the argument sets, one at least."""
+    return max(1, -(-int(count) // rotation)) * rotation
 
 
 class WallTimer:
