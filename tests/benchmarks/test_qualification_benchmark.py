@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.operators.timing import Sampled
-from benchmarks.qualification import kernels, report, speed
+from benchmarks.qualification import kernels, processes, report, run, speed
 from benchmarks.qualification.families import FAMILIES, of_family
 from benchmarks.qualification.rows import ROWS_FILE, KernelRow, Results, SpeedRow
 from benchmarks.qualification.subjects import Subject
@@ -64,6 +64,30 @@ def test_a_kernels_row_counts_what_was_compared_and_what_differed() -> None:
     assert twice == good
     bad = kernels.study("doubled", [lambda _family: _subject(wrong=(SAME,))], ("normal",))
     assert (bad.mismatches, bad.refused_that_differed) == (1, 0)
+
+
+def test_what_processes_find_becomes_rows_reasons_and_failures(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    found = [
+        ("twice", 0, KernelRow("twice", launches=1, selectable=3)),
+        ("_tl_sum_kernel", 0, KernelRow("_tl_sum_kernel", launches=1, refused=4)),
+        ("twice", 1, KernelRow("twice", launches=1, selectable=2, mismatches=1)),
+        ("alone", 0, "RuntimeError: no"),
+        ("twice", 2, processes.NO_TIME),
+    ]
+    monkeypatch.setattr(processes, "studies", lambda *_args: iter(found))
+    monkeypatch.setattr(processes, "sources", lambda _place: {"twice": [], "alone": []})
+    monkeypatch.setattr(run, "library_kernels", lambda: {"twice": None, "never": None})
+    results = Results()
+    run.qualify_kernels(results, "cuda", (), lambda: False)
+    assert results.kernels == [KernelRow("twice", launches=2, selectable=5, mismatches=1)]
+    assert results.counterexamples == [KernelRow("_tl_sum_kernel", launches=1, refused=4)]
+    assert results.skipped == {"twice, launch 2": "no time left"}
+    assert results.failed == {
+        "never": "no declared case launches it",
+        "alone, launch 0": "RuntimeError: no",
+        "twice, launch 1": "1 selectable launches gave other bytes",
+    }
+    assert "alone, launch 0: RuntimeError: no" in capsys.readouterr().out
 
 
 def test_families_change_floating_point_tensors_alone() -> None:

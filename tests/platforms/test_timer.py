@@ -24,7 +24,7 @@ class Card:
         return lambda: (busy_us + max(0.0, self.host_us - busy_us), self.host_us)
 
 
-@pytest.mark.parametrize("host_us", [10.0, 60.0, 140.0])
+@pytest.mark.parametrize("host_us", [10.0, 60.0, 140.0, 300.0])
 @pytest.mark.parametrize("each_us", [1.6, 2.0, 3.3, 12.0, 50.0, 350.0, 9000.0])
 @pytest.mark.parametrize("rotation", [1, 3, 128])
 def test_no_gap_is_left_whatever_one_launch_seemed_to_take(each_us: float, host_us: float, rotation: int) -> None:
