@@ -102,7 +102,7 @@ def _other_schema(chance: random.Random) -> bytes:
     if chance.random() < 0.5:
         data["schema"] = chance.choice((0, 1, -1, "2", 2.0, True, None, 10**30))
     else:
-        data["evidence"]["protocol"] = chance.choice((0, 2, 99, "1", 1.0, True))
+        data["evidence"]["protocol"] = chance.choice((0, 1, 99, "2", 2.0, True))
     return _text(data)
 
 
@@ -200,7 +200,7 @@ def may_be_launched(text: bytes) -> bool:
     times = [one for table in (data["screening_us"], data["final_us"]) for row in table.values() for one in row]
     return (
         (type(data["schema"]), data["schema"]) == (int, 2)
-        and (type(data["evidence"]["protocol"]), data["evidence"]["protocol"]) == (int, 1)
+        and (type(data["evidence"]["protocol"]), data["evidence"]["protocol"]) == (int, 2)
         and data["kernel"] == KEY.kernel
         and data["digest"] == KEY.digest
         and sorted(map(repr, data["key"].items())) == sorted(map(repr, KEY.parts))
