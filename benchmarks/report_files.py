@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 ENVIRONMENT_FILE = "environment.json"
 REASONS_FILE = "reasons.json"
+SUMMARY_FILE = "summary.json"
+_OF_REPORTS = {ENVIRONMENT_FILE, REASONS_FILE, SUMMARY_FILE}
 # What tells a row from others of its list, where it has it.
 _NAMED_BY = ("kernel", "path", "arguments", "mode", "operator", "preset", "phase", "provider")
 _LEFT_OUT = ("skipped", "failed")
@@ -63,7 +65,7 @@ def machine(environment: Mapping[str, Any]) -> str:
 def write_report(out: Path, *, readme: str, summary: Mapping[str, Any], where: Mapping[str, Any]) -> None:
     """Write README.md, summary.json and environment.json (``where``) into a report's folder."""
     out.mkdir(parents=True, exist_ok=True)
-    for name, content in (("summary.json", summary), (ENVIRONMENT_FILE, where)):
+    for name, content in ((SUMMARY_FILE, summary), (ENVIRONMENT_FILE, where)):
         (out / name).write_text(json.dumps(content, indent=1) + "\n")
     (out / "README.md").write_text(readme)
 
@@ -72,10 +74,10 @@ def joined(runs: Sequence[Path], into: Path) -> Path:
     """Join runs of one command in the folder ``into``, and return it: a run that ended early, and what it left out.
 
     Where two have a row of the same name, the later one's counts; what one skipped and another has a row of was not
-    skipped.
+    skipped. A report's folder stands for the run it was made of.
 
     Raises:
-        ValueError: they are of other sources, another card or other software.
+        ValueError: they are of other sources, another card or other software, or none of them is a run.
     """
     first, *others = runs
     where = environment(first)
@@ -84,10 +86,29 @@ def joined(runs: Sequence[Path], into: Path) -> Path:
         changed = sorted(name for name in where.keys() | seen.keys() if where.get(name) != seen.get(name))
         if changed:
             raise ValueError(f"{other} cannot be joined to {first}: other {', '.join(changed)}; run all of it again")
-    for path in sorted(first.glob("*.json")):
-        documents = [json.loads((run / path.name).read_bytes()) for run in runs]
-        replace_bytes(into / path.name, json.dumps(_joined(documents), indent=1).encode())
+    names = {path.name for run in runs for path in run.glob("*.json")} - _OF_REPORTS
+    if len(names) != 1:
+        raise ValueError(f"{', '.join(map(str, runs))}: no rows of one benchmark there, but {sorted(names)}")
+    (name,) = names
+    like = json.loads(next(run / name for run in runs if (run / name).exists()).read_bytes())
+    found = _joined([_document(run, name, like) for run in runs])
+    replace_bytes(into / name, json.dumps(found, indent=1).encode())
+    replace_bytes(into / ENVIRONMENT_FILE, (first / ENVIRONMENT_FILE).read_bytes())
     return into
+
+
+def _document(run: Path, name: str, like: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rows of a run; of a report's folder those of its summary, with the fields that ``like`` has."""
+    if (run / name).exists():
+        document: dict[str, Any] = json.loads((run / name).read_bytes())
+        return document
+    summary = json.loads((run / SUMMARY_FILE).read_bytes())
+    found = {key: summary.get(key, value) for key, value in like.items()}
+    for key, rows in found.items():
+        if isinstance(rows, list) and like[key]:
+            known = like[key][0]
+            found[key] = [{field: row[field] for field in known} for row in rows]
+    return found
 
 
 def _joined(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:

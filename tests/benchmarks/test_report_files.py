@@ -55,6 +55,21 @@ def test_one_run_is_joined_to_nothing(tmp_path: Path) -> None:
     assert json.loads((report_files.joined([run], into) / "rows.json").read_bytes()) == {"schema": 1, **rows}
 
 
+def test_a_report_stands_for_the_run_it_was_made_of(tmp_path: Path) -> None:
+    report, into = tmp_path / "report", tmp_path / "both"
+    rows = [{**_row("small", 1.0), "reason": "It waits."}]
+    summary = {"rows": rows, "figures": {"mean": 1.0}, "skipped": {"wide fwd": "no time left"}, "failed": {}}
+    report_files.write_report(report, readme="", summary=summary, where=WHERE)
+    (report / report_files.REASONS_FILE).write_text("{}")
+    run = _run(tmp_path / "rest", {"rows": [_row("wide", 3.0)], "skipped": {}, "failed": {}})
+    into.mkdir()
+    found = json.loads((report_files.joined([report, run], into) / "rows.json").read_bytes())
+    expected = {"schema": 1, "rows": [_row("small", 1.0), _row("wide", 3.0)], "skipped": {}, "failed": {}}
+    assert found == expected
+    with pytest.raises(ValueError, match="no rows of one benchmark there"):
+        report_files.joined([report], into)
+
+
 def test_runs_of_other_sources_are_not_joined(tmp_path: Path) -> None:
     first = _run(tmp_path / "first", {"rows": []})
     second = _run(tmp_path / "second", {"rows": []}, {**WHERE, "sources_sha256": "cd"})
