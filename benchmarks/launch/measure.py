@@ -1,4 +1,4 @@
-"""The three measurements: single launches, whole operator calls, and training steps."""
+"""Two measurements: single launches, and whole operator calls."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ import torch
 
 from benchmarks.launch.host_time import Contender, in_turns
 from benchmarks.launch.kernels import ARGUMENTS, BLOCK, WARPS, Kernel, grid, kernel
-from benchmarks.launch.rows import LaunchPath, LaunchRow, OperatorRow, Phase, Results, TrainingRow
+from benchmarks.launch.rows import LaunchPath, LaunchRow, OperatorRow, Phase, Results
 from benchmarks.operators import arguments, peers
 from benchmarks.operators.timing import brief, release
-from benchmarks.training import compare, presets
 from rl_engine.backends import catalog
 from rl_engine.backends.shared.triton.autotuning import KernelLauncher
 from rl_engine.runtime.registry import get_op
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from rl_engine.backends.spec import Inputs
 
@@ -150,10 +148,3 @@ def _call(op: Callable[..., Any], inputs: Inputs, phase: Phase, *, grad: bool = 
         return arguments.differentiate(arguments.flat(op(*args, **kwargs)), inputs, gradients)
 
     return both
-
-
-def training(results: Results, out: Path) -> None:
-    """Measure the launch-bound preset of the main job with tuning off, on, replayed and off, in fresh processes."""
-    results.faults += compare.compare(presets.comparison("launch"), out)
-    for mode in compare.read(out):
-        results.training.append(TrainingRow(mode["label"], mode["median_ms"], mode["digest"]))

@@ -39,7 +39,7 @@ class OperatorRow:
 
 @dataclass(frozen=True)
 class TrainingRow:
-    """A training step of the launch-bound preset: ``off``, ``on``, ``replay`` or ``off again``."""
+    """A training step of the launch-bound preset, with tuning ``off``, ``on``, and ``off again``."""
 
     mode: str
     step_ms: float

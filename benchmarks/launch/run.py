@@ -21,7 +21,10 @@ import torch
 from benchmarks import provenance
 from benchmarks.launch import measure
 from benchmarks.launch.rows import RESULTS_FILE, Results
+from benchmarks.launch.training import training
 from benchmarks.report_files import ENVIRONMENT_FILE
+from benchmarks.training import environment as job_environment
+from benchmarks.training import presets
 from rl_engine.platforms.autotuner import PersistentAutotuner, installed
 from rl_engine.platforms.tuning.store import MemoryStore
 
@@ -47,6 +50,8 @@ def main() -> int:
     environment = provenance.environment(torch.cuda.current_device(), COMMAND, "launch", "operators", "training")
     environment["packages"]["liger-kernel"] = provenance.version("liger-kernel")
     (options.out / ENVIRONMENT_FILE).write_text(json.dumps(environment, indent=1) + "\n")
+    settings = presets.comparison("launch")
+    job_environment.prepare(settings, None, None)  # before cuBLAS is used
     results, began = Results(), time.monotonic()
     with installed(PersistentAutotuner(MemoryStore(), budget_s=_BUDGET_S)):
         if "launches" in parts:
@@ -55,9 +60,9 @@ def main() -> int:
         if "operators" in parts:
             measure.operators(results)
             results.write(options.out / RESULTS_FILE)
-    if "training" in parts:
-        measure.training(results, options.out / "training")
-        results.write(options.out / RESULTS_FILE)
+        if "training" in parts:
+            training(results, settings)
+            results.write(options.out / RESULTS_FILE)
     for row in (*results.launches, *results.operators, *results.training):
         print(row)
     for fault in results.faults:
