@@ -19,9 +19,11 @@ SETTINGS = replace(presets.training("cpu"), warm_steps=3, grpo_steps=4, warm_bat
 @pytest.fixture(autouse=True)
 def _torch_as_it_was() -> Iterator[None]:
     threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory
     yield
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(strict)
+    torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
 def test_trainers_in_turns_do_not_touch_each_other() -> None:
