@@ -47,11 +47,11 @@ def training(results: Results, settings: RunSettings) -> None:
                 step = trainers[name].grpo_step()
             losses[name] += step.losses
             steps_ms[name].append(step.step_s * 1e3)
-    first = trainers["off"].digest()
-    for name, trainer in trainers.items():
+    digests = {name: trainer.digest() for name, trainer in trainers.items()}
+    for name, digest in digests.items():
         timed_ms = steps_ms[name][settings.grpo_steps // 3 :]  # the first third compiles and measures
-        results.training.append(TrainingRow(name, statistics.median(timed_ms), trainer.digest()))
+        results.training.append(TrainingRow(name, statistics.median(timed_ms), digest))
         if losses[name] != losses["off"]:
             results.faults.append(f"training, tuning {name}: other losses than with tuning off")
-        if trainer.digest() != first:
+        if digest != digests["off"]:
             results.faults.append(f"training, tuning {name}: other weights than with tuning off")

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from benchmarks.training import figures, job
 from benchmarks.training.history import SCHEMA, RunRecord, replace_bytes
@@ -90,12 +90,6 @@ def compare(settings: RunSettings, out: Path) -> tuple[str, ...]:
         figures.draw_step_times(modes, title, out / TIMES_FILE)
         print(f"figure: {out / TIMES_FILE}")
     return found
-
-
-def read(out: Path) -> list[dict[str, Any]]:
-    """Return the modes that `compare` wrote into ``out``, as data."""
-    modes: list[dict[str, Any]] = json.loads((out / COMPARISON_FILE).read_bytes())["modes"]
-    return modes
 
 
 def table(modes: Sequence[ModeSummary]) -> str:
