@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import platform
+import shlex
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,13 +35,14 @@ def environment(index: int, command: str, *benchmarks: str) -> dict[str, Any]:
 
     Args:
         index: of the accelerator, -1 for the CPU.
-        command: that measures.
+        command: that measures everything; how it was run, with which options, is kept beside it.
         benchmarks: the packages under ``benchmarks`` that the measurement depends on, beside the library.
     """
     packages = (LIBRARY, *(f"benchmarks/{name}" for name in benchmarks))
     identity = asdict(identify(index))
     return {
         "command": command,
+        "runs": [as_given()],
         "sources": packages,
         "sources_sha256": sources_digest(packages),
         "device": {name: identity[name] for name in ("kind", "name", "arch", "sm_count", "memory_bytes", "l2_bytes")},
@@ -48,6 +51,11 @@ def environment(index: int, command: str, *benchmarks: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": {name: version(name) for name in _PACKAGES},
     }
+
+
+def as_given() -> str:
+    """Return this process's command line with its options, of paths that mean nothing elsewhere the last part."""
+    return shlex.join(Path(word).name if word.startswith("/") else word for word in sys.orig_argv)
 
 
 def version(package: str) -> str:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 ENVIRONMENT_FILE = "environment.json"
 REASONS_FILE = "reasons.json"
 SUMMARY_FILE = "summary.json"
+RUNS = "runs"  # of an environment: command lines as they were given
 _OF_REPORTS = {ENVIRONMENT_FILE, REASONS_FILE, SUMMARY_FILE}
 # What tells a row from others of its list, where it has it.
 _NAMED_BY = ("kernel", "path", "arguments", "mode", "operator", "preset", "phase", "provider")
@@ -56,8 +57,10 @@ def machine(environment: Mapping[str, Any]) -> str:
     device, packages = environment["device"], environment["packages"]
     software = [f"{name} {packages[name]}" for name in ("torch", "triton", "liger-kernel") if name in packages]
     card = f"{device['sm_count']} SMs, driver {environment['driver']}, CUDA {environment['toolkit']}"
+    runs = ", then ".join(f"`{one}`" for one in environment.get(RUNS, ()))  # reports older than it have none
+    given = f"Run as {runs}.\n" if runs else ""
     return (
-        f"One {device['name']} ({card}), Python {environment['python']}, {', '.join(software)}.\n"
+        f"One {device['name']} ({card}), Python {environment['python']}, {', '.join(software)}.\n{given}"
         "[environment.json](environment.json) has a digest of the sources, [summary.json](summary.json) every number."
     )
 
@@ -81,9 +84,11 @@ def joined(runs: Sequence[Path], into: Path) -> Path:
     """
     first, *others = runs
     where = environment(first)
+    given = list(where.get(RUNS, ()))
     for other in others:
         seen = environment(other)
-        changed = sorted(name for name in where.keys() | seen.keys() if where.get(name) != seen.get(name))
+        given += [one for one in seen.get(RUNS, ()) if one not in given]
+        changed = sorted(name for name in (where.keys() | seen.keys()) - {RUNS} if where.get(name) != seen.get(name))
         if changed:
             raise ValueError(f"{other} cannot be joined to {first}: other {', '.join(changed)}; run all of it again")
     names = {path.name for run in runs for path in run.glob("*.json")} - _OF_REPORTS
@@ -93,7 +98,7 @@ def joined(runs: Sequence[Path], into: Path) -> Path:
     like = json.loads(next(run / name for run in runs if (run / name).exists()).read_bytes())
     found = _joined([_document(run, name, like) for run in runs])
     replace_bytes(into / name, json.dumps(found, indent=1).encode())
-    replace_bytes(into / ENVIRONMENT_FILE, (first / ENVIRONMENT_FILE).read_bytes())
+    replace_bytes(into / ENVIRONMENT_FILE, json.dumps({**where, RUNS: given} if given else where, indent=1).encode())
     return into
 
 

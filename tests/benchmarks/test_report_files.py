@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import report_files
+from benchmarks import provenance, report_files
 
 WHERE = {"sources_sha256": "ab", "device": {"name": "a card"}, "packages": {"triton": "3.6.0"}}
 
@@ -68,6 +69,26 @@ def test_a_report_stands_for_the_run_it_was_made_of(tmp_path: Path) -> None:
     assert found == expected
     with pytest.raises(ValueError, match="no rows of one benchmark there"):
         report_files.joined([report], into)
+
+
+def test_joined_runs_say_how_each_was_run(tmp_path: Path) -> None:
+    runs = [
+        _run(tmp_path / name, {"rows": []}, {**WHERE, "runs": given})
+        for name, given in (("first", ["python -m run --seconds 9"]), ("rest", ["python -m run --presets thr"]))
+    ]
+    into = tmp_path / "both"
+    into.mkdir()
+    where = report_files.environment(report_files.joined([*runs, runs[1]], into))
+    assert where == {**WHERE, "runs": ["python -m run --seconds 9", "python -m run --presets thr"]}
+    card = {**where, "device": {"name": "a card", "sm_count": 1}, "driver": "1", "toolkit": "13", "python": "3.12"}
+    said = report_files.machine(card)
+    assert "Run as `python -m run --seconds 9`, then `python -m run --presets thr`.\n" in said
+    assert "Run as" not in report_files.machine({**card, "runs": []})
+
+
+def test_a_command_line_is_kept_without_paths_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "orig_argv", ["/usr/bin/python3", "-m", "a.run", "--out", "/tmp/x y", "--presets", "k1"])
+    assert provenance.as_given() == "python3 -m a.run --out 'x y' --presets k1"
 
 
 def test_runs_of_other_sources_are_not_joined(tmp_path: Path) -> None:
