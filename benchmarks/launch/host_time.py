@@ -7,7 +7,7 @@ import statistics
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 ROUNDS = 15
 _WARM_CALLS = 5
+_Name = TypeVar("_Name")
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,13 @@ class Contender:
             return self.call()
 
 
-def in_turns(contenders: Mapping[str, Contender], *, times: int, rounds: int = ROUNDS) -> dict[str, float]:
+def in_turns(contenders: Mapping[_Name, Contender], *, times: int, rounds: int = ROUNDS) -> dict[_Name, float]:
     """Return microseconds a call of each: the median of ``rounds`` loops of ``times`` calls, in turns.
 
     The card is waited for between loops and not inside them. ``times`` must leave the queue of launches, some 1,000
     deep, room, or the host waits after all: so short kernels only.
     """
-    samples: dict[str, list[float]] = {name: [] for name in contenders}
+    samples: dict[_Name, list[float]] = {name: [] for name in contenders}
     for contender in contenders.values():
         for _warm in range(_WARM_CALLS):
             contender.once()

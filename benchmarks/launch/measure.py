@@ -30,7 +30,11 @@ _LAUNCHES, _CALLS = 500, 20  # a loop: the queue holds about 1,000 launches, an 
 
 
 def launches(results: Results) -> None:
-    """Measure every path at every number of arguments, after its bytes were compared with Triton's own."""
+    """Measure every path at every number of arguments, after its bytes were compared with Triton's own.
+
+    All in turns: a host that slows down halfway would otherwise make its later kernels look dear.
+    """
+    everyone: dict[tuple[LaunchPath, int], Contender] = {}
     for count in ARGUMENTS:
         one = kernel(count)
         args = one.values("cuda")
@@ -44,8 +48,9 @@ def launches(results: Results) -> None:
                 results.faults.append(f"{name}, {count} arguments: other bytes than Triton's launch")
         if launched_through_triton(contenders["plan"]):
             results.faults.append(f"{count} arguments: the hot launch has no plan")
-        found = in_turns(contenders, times=_LAUNCHES)
-        results.launches += [LaunchRow(name, count, found[name]) for name in contenders]
+        everyone |= {(name, count): contender for name, contender in contenders.items()}
+    found = in_turns(everyone, times=_LAUNCHES)
+    results.launches += [LaunchRow(name, count, us) for (name, count), us in found.items()]
 
 
 def _paths(one: Kernel, args: tuple[Any, ...]) -> dict[LaunchPath, Contender]:

@@ -52,22 +52,22 @@ def main() -> int:
     (options.out / ENVIRONMENT_FILE).write_text(json.dumps(environment, indent=1) + "\n")
     settings = presets.comparison("launch")
     job_environment.prepare(settings, None, None)  # before cuBLAS is used
-    results, began = Results(), time.monotonic()
+    results = Results()
+    work = {
+        "launches": lambda: measure.launches(results),
+        "operators": lambda: measure.operators(results),
+        "training": lambda: training(results, settings),
+    }
     with installed(PersistentAutotuner(MemoryStore(), budget_s=_BUDGET_S)):
-        if "launches" in parts:
-            measure.launches(results)
+        for part in parts:
+            began = time.monotonic()
+            work[part]()
             results.write(options.out / RESULTS_FILE)
-        if "operators" in parts:
-            measure.operators(results)
-            results.write(options.out / RESULTS_FILE)
-        if "training" in parts:
-            training(results, settings)
-            results.write(options.out / RESULTS_FILE)
+            print(f"{part}: {time.monotonic() - began:.0f} s", flush=True)
     for row in (*results.launches, *results.operators, *results.training):
         print(row)
     for fault in results.faults:
         print(f"FAILED: {fault}")
-    print(f"{time.monotonic() - began:.0f} s")
     return 1 if results.faults else 0
 
 

@@ -112,7 +112,7 @@ _INTERPRETER = replace(
 _TRAINING = {preset.preset: preset for preset in (_GPU, _LAUNCH, _CPU, _INTERPRETER)}
 _COMPARISON_STEPS = {
     "gpu": (20, 60),
-    "launch": (20, 90),
+    "launch": (20, 45),
     "cpu": (20, 20),
     "interpreter": (4, 3),
 }  # of the warm start, of GRPO
