@@ -1,4 +1,4 @@
-"""Teach a small transformer to add by GRPO, with every norm, activation, log-probability and loss from the library.
+"""Teach a small transformer to add by GRPO, its embedding, norms, rotations, activations and losses from the library.
 
     python -m benchmarks.training.grpo              train: on a GPU if there is one, else a small model on the CPU
     python -m benchmarks.training.grpo --compare    the same steps with tuning off, off, on and replayed: equal bytes?

@@ -26,8 +26,9 @@ def _linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 class Attention(nn.Module):
     """Causal self-attention as plain products and an fp32 softmax: SDPA's flash backward is not deterministic."""
 
-    def __init__(self, shape: ModelShape, random: torch.Generator) -> None:
+    def __init__(self, shape: ModelShape, operators: Operators, random: torch.Generator) -> None:
         super().__init__()
+        self.operators = operators
         self.heads = shape.heads
         self.query_key_value = _matrix(3 * shape.width, shape.width, random)
         self.output = _matrix(shape.width, shape.width, random, scale=(2 * shape.layers) ** -0.5)
@@ -36,7 +37,9 @@ class Attention(nn.Module):
         """Mix x [batch, length, width] along the length; position i sees 0 to i."""
         batch, length, width = x.shape
         heads = _linear(x, self.query_key_value).view(batch, length, 3, self.heads, width // self.heads)
-        query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [batch, heads, length, head]
+        query, key, value = heads.unbind(2)
+        turned = self.operators.rope(query, key)
+        query, key, value = (one.transpose(1, 2) for one in (*turned, value))  # each [batch, heads, length, head]
         scores = (query @ key.mT).float() * (width // self.heads) ** -0.5
         future = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
         weights = scores.masked_fill(future, float("-inf")).softmax(-1).to(x.dtype)
@@ -50,7 +53,7 @@ class Block(nn.Module):
         super().__init__()
         self.operators = operators
         self.attention_norm = nn.Parameter(torch.ones(shape.width))
-        self.attention = Attention(shape, random)
+        self.attention = Attention(shape, operators, random)
         self.mlp_norm = nn.Parameter(torch.ones(shape.width))
         self.gate = _matrix(shape.hidden, shape.width, random)
         self.up = _matrix(shape.hidden, shape.width, random)
@@ -68,8 +71,7 @@ class Transformer(nn.Module):
 
     Args:
         shape: sizes.
-        context: the longest sequence.
-        operators: norms, activation and log-probabilities.
+        operators: embedding, norms, rotation, activation and log-probabilities.
         compute_dtype: of the residual stream.
         random: a CPU generator that the weights are drawn from.
     """
@@ -78,7 +80,6 @@ class Transformer(nn.Module):
         self,
         shape: ModelShape,
         *,
-        context: int,
         operators: Operators,
         compute_dtype: torch.dtype,
         random: torch.Generator,
@@ -87,7 +88,6 @@ class Transformer(nn.Module):
         self.operators = operators
         self.compute_dtype = compute_dtype
         self.embedding = _matrix(len(VOCABULARY), shape.width, random)
-        self.positions = _matrix(context, shape.width, random)
         self.blocks = nn.ModuleList(Block(shape, operators, random) for _ in range(shape.layers))
         self.norm = nn.Parameter(torch.ones(shape.width))
         self.head = _matrix(len(VOCABULARY), shape.width, random)
@@ -97,9 +97,7 @@ class Transformer(nn.Module):
 
         tokens: [batch, length], int64; the logits at position i are those of token i + 1.
         """
-        ids = torch.arange(len(VOCABULARY), device=tokens.device)
-        one_hot = (tokens.unsqueeze(-1) == ids).float()  # a product's backward is ordered; a scatter's need not be
-        x = (one_hot @ self.embedding + self.positions[: tokens.shape[1]]).to(self.compute_dtype)
+        x = self.operators.embedding(tokens, self.embedding).to(self.compute_dtype)
         for block in self.blocks:
             x = block(x)
         return nn.functional.linear(self.operators.rms_norm(x[:, first:], self.norm).float(), self.head)

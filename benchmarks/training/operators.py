@@ -17,7 +17,9 @@ OperatorFamily = Literal["triton", "pytorch"]
 class Operators:
     """One operator a field, named as in the registry."""
 
+    embedding: Operator
     rms_norm: Operator
+    rope: Operator
     swiglu: Operator
     logp: Operator
     grpo_loss: Operator

@@ -38,7 +38,6 @@ class Trainer:
         self.random = torch.Generator().manual_seed(settings.seed)
         self.policy = Transformer(
             settings.shape,
-            context=self.task.prompt_length + self.task.answer_length - 1,
             operators=operators,
             compute_dtype=getattr(torch, settings.compute_dtype),
             random=self.random,

@@ -94,15 +94,17 @@ class TestTask:
             encode("4-2=")
 
 
-def test_log_probabilities_do_not_see_the_future():
-    shape = presets.ModelShape(width=16, layers=2, heads=2, hidden=24)
-    model = Transformer(
-        shape,
-        context=9,
+def small_model(layers: int) -> Transformer:
+    return Transformer(
+        presets.ModelShape(width=16, layers=layers, heads=2, hidden=24),
         operators=Operators.load("pytorch", "cpu"),
         compute_dtype=torch.float32,
         random=torch.Generator().manual_seed(0),
     )
+
+
+def test_log_probabilities_do_not_see_the_future():
+    model = small_model(layers=2)
     tokens, changed = encode("47+38=085.")[None], encode("47+38=091.")[None]
     with torch.no_grad():
         logps, other = model.answer_logps(tokens, 6)[0], model.answer_logps(changed, 6)[0]
@@ -110,6 +112,13 @@ def test_log_probabilities_do_not_see_the_future():
     assert logps[0] == other[0], "the first character is predicted before the change"
     assert (logps[1:] != other[1:]).all(), "the changed character and those after it see it"
     assert (logps != earlier).all(), "every character sees the prompt"
+
+
+def test_the_order_of_earlier_characters_counts():
+    model = small_model(layers=1)  # more layers would tell orders apart by what each position can see
+    with torch.no_grad():
+        logps, other = (model.answer_logps(encode(text)[None], 6)[0, 0] for text in ("47+38=085.", "74+38=085."))
+    assert (logps - other).abs() > 1e-3
 
 
 class TestDeterminism:
@@ -274,7 +283,6 @@ class TestUsage:
         settings = presets.training("gpu")
         model = Transformer(
             settings.shape,
-            context=9,
             operators=Operators.load("pytorch", "cpu"),
             compute_dtype=torch.bfloat16,
             random=torch.Generator(),
