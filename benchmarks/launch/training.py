@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.launch.rows import TrainingRow
 from benchmarks.training import environment
+from benchmarks.training.history import timed_ms
 from benchmarks.training.operators import Operators
 from benchmarks.training.trainer import Trainer
 from rl_engine.platforms.tuning.decision import order_of_round
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from benchmarks.launch.rows import Results
+    from benchmarks.training.history import StepRecord
     from benchmarks.training.presets import RunSettings
     from rl_engine.settings import AutotuneMode
 
@@ -33,24 +35,20 @@ def training(results: Results, settings: RunSettings) -> None:
     environment.make_deterministic()
     operators = Operators.load(settings.operators, settings.device)
     trainers = {name: Trainer(settings, operators) for name in TRAINERS}
-    losses: dict[str, list[str]] = {name: [] for name in trainers}
-    steps_ms: dict[str, list[float]] = {name: [] for name in trainers}
+    histories: dict[str, list[StepRecord]] = {name: [] for name in trainers}
     for name, trainer in trainers.items():
         with autotune(TRAINERS[name]):
-            for step in trainer.warm_start():
-                losses[name] += step.losses
+            histories[name] += trainer.warm_start()
         trainer.begin_grpo()
     for number in range(settings.grpo_steps):
         for name in order_of_round(list(trainers), number):
             gc.collect()  # a collection inside a step would be counted against whoever runs then
             with autotune(TRAINERS[name]):
-                step = trainers[name].grpo_step()
-            losses[name] += step.losses
-            steps_ms[name].append(step.step_s * 1e3)
+                histories[name].append(trainers[name].grpo_step())
     digests = {name: trainer.digest() for name, trainer in trainers.items()}
+    losses = {name: [step.losses for step in history] for name, history in histories.items()}
     for name, digest in digests.items():
-        timed_ms = steps_ms[name][settings.grpo_steps // 3 :]  # the first third compiles and measures
-        results.training.append(TrainingRow(name, statistics.median(timed_ms), digest))
+        results.training.append(TrainingRow(name, statistics.median(timed_ms(histories[name])), digest))
         if losses[name] != losses["off"]:
             results.faults.append(f"training, tuning {name}: other losses than with tuning off")
         if digest != digests["off"]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.training import figures, job
-from benchmarks.training.history import SCHEMA, RunRecord, replace_bytes
+from benchmarks.training.history import SCHEMA, RunRecord, replace_bytes, timed_ms
 from benchmarks.training.verdict import faults
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class ChildFailedError(RuntimeError):
 
 @dataclass(frozen=True)
 class ModeSummary:
-    """One row of the table. Times are of GRPO steps after the first third, which pays for compiling and measuring."""
+    """One row of the table; times are those of `timed_ms`."""
 
     label: str
     autotune: str
@@ -50,14 +50,13 @@ class ModeSummary:
     @classmethod
     def of(cls, label: str, run: RunRecord) -> ModeSummary:
         """Summarise ``run``, which has at least one GRPO step."""
-        steps_ms = [step.step_s * 1e3 for step in run.history if step.phase == "grpo"]
-        timed_ms = steps_ms[len(steps_ms) // 3 :]
+        steps_ms = timed_ms(run.history)
         return cls(
             label=label,
             autotune=run.autotune,
-            median_ms=statistics.median(timed_ms),
-            min_ms=min(timed_ms),
-            max_ms=max(timed_ms),
+            median_ms=statistics.median(steps_ms),
+            min_ms=min(steps_ms),
+            max_ms=max(steps_ms),
             tuning_s=run.launches.seconds,
             launches=dict(sorted(run.launches.by_source().items())),
             digest=run.digest,

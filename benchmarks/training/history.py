@@ -86,6 +86,12 @@ class RunRecord:
         return cls(**fields)
 
 
+def timed_ms(history: Iterable[StepRecord]) -> list[float]:
+    """Return the times of GRPO steps after the first third, which pays for compiling and measuring."""
+    steps_ms = [step.step_s * 1e3 for step in history if step.phase == "grpo"]
+    return steps_ms[len(steps_ms) // 3 :]
+
+
 def final_reward(history: Iterable[StepRecord]) -> float:
     """Return the mean reward of the last steps, 0 before the first."""
     rewards = [step.reward for step in history if step.reward is not None][-REWARD_WINDOW:]
