@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.training import figures, grpo, presets
 from benchmarks.training.compare import ModeSummary, table
-from benchmarks.training.history import Launches, RunRecord, StepRecord, final_reward
+from benchmarks.training.history import Launches, RunRecord, StepRecord, final_reward, timed_ms
 from benchmarks.training.model import Transformer
 from benchmarks.training.operators import Operators
 from benchmarks.training.task import SumTask, decode, encode, mislead, score
@@ -193,6 +193,17 @@ class TestWhatARunLeaves:
 
 def step(number: int, loss: str = "0x1.8p+0", reward: float = 0.5) -> StepRecord:
     return StepRecord("grpo", number, float.fromhex(loss), (loss,), step_s=0.01, reward=reward, kl=0.0)
+
+
+def test_the_first_third_of_grpo_steps_and_the_warm_start_are_not_timed():
+    times_s = {"warm": (7.0, 7.0, 7.0), "grpo": (9.0, 8.0, 0.5, 0.25, 0.125, 1.0, 2.0)}
+    history = [
+        StepRecord(phase, number, 1.0, ("0x1.0p+0",), step_s=step_s)
+        for phase, steps_s in times_s.items()
+        for number, step_s in enumerate(steps_s)
+    ]
+    assert timed_ms(history) == [500.0, 250.0, 125.0, 1000.0, 2000.0]
+    assert timed_ms(history[:3]) == []
 
 
 def record(source: str = "", **changes: object) -> RunRecord:
