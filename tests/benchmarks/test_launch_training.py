@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.launch import training
+from benchmarks.launch import run, training
 from benchmarks.launch.rows import Results
 from benchmarks.training import presets
 from benchmarks.training.trainer import Trainer
@@ -60,3 +62,17 @@ def test_other_losses_and_weights_are_faults(monkeypatch: pytest.MonkeyPatch) ->
         "training, tuning on: other losses than with tuning off",
         "training, tuning on: other weights than with tuning off",
     ]
+
+
+def test_training_changes_torch_so_it_runs_last_and_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr(run.measure, "launches", lambda _results: ran.append("launches"))
+    monkeypatch.setattr(run, "training", lambda _results, _settings: ran.append("training"))
+    monkeypatch.setattr(run.provenance, "environment", lambda *_asked: {"packages": {}})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # put back afterwards
+    monkeypatch.setattr(sys, "argv", ["run", "--out", str(tmp_path), "--parts", "training,launches,training"])
+    assert run.main() == 0
+    assert ran == ["launches", "training"]
+    assert Results.read(tmp_path / run.RESULTS_FILE) == Results()
