@@ -45,7 +45,7 @@ _PROGRAMS = 8  # of the rescaling, a multiprocessor
 def _fixed(sizes: Mapping[str, Any], _device: DeviceIdentity) -> dict[str, int]:
     """Return up to 8 chunks at a time and up to 16 warps: 64 kB in flight a multiprocessor, 64 elements a thread."""
     chunks = min(8, power_of_two(-(-sizes["n_cols"] // sizes["COLS"])))
-    return {"CHUNKS": chunks, "num_warps": max(1, min(16, chunks * sizes["COLS"] // 2048))}
+    return {"CHUNKS": chunks, "STAGES": 1, "num_warps": max(1, min(16, chunks * sizes["COLS"] // 2048))}
 
 
 def _admits(sizes: Mapping[str, Any], launch: Mapping[str, int]) -> bool:
@@ -63,14 +63,15 @@ def _tile(z_row, start, n_cols, inverse_temperature, SCALED: tl.constexpr, CHUNK
 
 @triton.jit
 def _row_statistics(
-    z_row, n_cols, inverse_temperature, SCALED: tl.constexpr, CHUNKS: tl.constexpr, COLS: tl.constexpr
+    z_row, n_cols, inverse_temperature, SCALED: tl.constexpr, CHUNKS: tl.constexpr, COLS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Return the maximum and the sum of exp(z - maximum) of one row, [1] each, as every log-probability has them."""
     m = tl.full((1,), -float("inf"), tl.float32)
     s = tl.zeros((1,), tl.float32)
     whole = n_cols // (CHUNKS * COLS) * (CHUNKS * COLS)
     col = (tl.arange(0, CHUNKS) * COLS)[:, None] + tl.arange(0, COLS)[None, :]
-    for start in range(0, whole, CHUNKS * COLS):
+    for start in tl.range(0, whole, CHUNKS * COLS, num_stages=STAGES):
         z = tl.load(z_row[:, None] + start + col).to(tl.float32)
         m, s = merge_chunks(m, s, scaled(z, inverse_temperature, SCALED), CHUNKS, COLS)
     if whole < n_cols:
@@ -81,11 +82,12 @@ def _row_statistics(
 
 @triton.jit
 def _overwrite_row(
-    z_row, m, log2_sum, c, target, counted, n_cols, inverse_temperature, SCALED: tl.constexpr, BLOCK: tl.constexpr
+    z_row, m, log2_sum, c, target, counted, n_cols, inverse_temperature, SCALED: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of one row over its logits, 0 where the row does not count; then nothing is read."""
     whole = n_cols // BLOCK * BLOCK
-    for start in range(0, whole, BLOCK):
+    for start in tl.range(0, whole, BLOCK, num_stages=STAGES):
         col = start + tl.arange(0, BLOCK)
         z_ptrs = z_row[:, None] + col[None, :]
         z = tl.load(z_ptrs, mask=counted[:, None], other=0.0).to(tl.float32)
@@ -106,7 +108,7 @@ def _overwrite_row(
     dynamic=("n_rows", "n_seqs", "n_tokens", "n_parts"),
     fixed=_fixed,
     # chunk width is contract; chunks are merged in ascending order however many a program holds
-    neutral={"CHUNKS": (1, 2, 4, 8, 16), "num_warps": (4, 8, 16)},
+    neutral={"CHUNKS": (1, 2, 4, 8, 16), "STAGES": (1, 2, 3, 4), "num_warps": (4, 8, 16)},
     admits=_admits,
 )
 @triton.jit(do_not_specialize=["n_rows", "n_seqs", "n_tokens", "n_parts"])
@@ -114,7 +116,7 @@ def _grpo_in_place_kernel(
     z_ptr, target_ptr, mask_ptr, old_ptr, ref_ptr, advantage_ptr, count_ptr, total_ptr, normalizer_ptr, logp_ptr,
     n_rows, n_seqs, n_tokens, n_cols, n_parts, z_stride, inverse_temperature, low, high, dual, beta, normalizer,
     SCALED: tl.constexpr, SURROGATE: tl.constexpr, DUAL: tl.constexpr, KL: tl.constexpr, AGGREGATION: tl.constexpr,
-    PER_TOKEN: tl.constexpr, COLS: tl.constexpr, CHUNKS: tl.constexpr,
+    PER_TOKEN: tl.constexpr, COLS: tl.constexpr, CHUNKS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Write each token's log-probability, and over its logits the gradient for an incoming gradient of 1."""
     for number in range(tl.program_id(0), n_rows, tl.num_programs(0)):
@@ -124,7 +126,7 @@ def _grpo_in_place_kernel(
         z_row = z_ptr + row * z_stride
         chosen = chosen_logits(z_row, target, active, n_cols, inverse_temperature, SCALED)
         read = tl.where(tl.max(counted.to(tl.int32), 0) > 0, n_cols, 0)
-        m, s = _row_statistics(z_row, read, inverse_temperature, SCALED, CHUNKS, COLS)
+        m, s = _row_statistics(z_row, read, inverse_temperature, SCALED, CHUNKS, COLS, STAGES)
         log2_sum = tl.log2(s)
         logp = tl.where(active, log_probability(chosen, m, log2_sum), 0.0)
         tl.store(logp_ptr + row, logp)
@@ -145,7 +147,17 @@ def _grpo_in_place_kernel(
             c = c * inverse_temperature
         tl.debug_barrier()  # every thread has read the row before the first one writes to it
         _overwrite_row(
-            z_row, m, log2_sum, c, target.to(tl.int32), counted, n_cols, inverse_temperature, SCALED, CHUNKS * COLS
+            z_row,
+            m,
+            log2_sum,
+            c,
+            target.to(tl.int32),
+            counted,
+            n_cols,
+            inverse_temperature,
+            SCALED,
+            CHUNKS * COLS,
+            STAGES,
         )
 
 
