@@ -40,12 +40,11 @@ def block_of(n_cols: int, most: int, device: DeviceIdentity) -> int:
 
 
 def _fixed_rows(sizes: Mapping[str, Any], device: DeviceIdentity) -> dict[str, int]:
-    """Return four rows a program, and more narrow ones: one row in ten has a token, the others are a fill."""
-    block = block_of(sizes["COLS"], 4096, device)
+    """Return 4096 elements a program: one row in ten has a token, the others are a fill."""
+    block = block_of(sizes["COLS"], 2048, device)
     # an interpreted program costs milliseconds, and so does each row of one with a token
-    most, programs = (256, 1) if is_interpreter(device.arch) else (max(4, 4096 // block), device.sm_count)
-    rows = operands.rows_a_program(sizes["vocab"], most, programs)
-    return {"ROWS": rows, "BLOCK": block, "num_warps": 8 if block >= 2048 else 4}
+    most, programs = (256, 1) if is_interpreter(device.arch) else (4096 // block, device.sm_count)
+    return {"ROWS": operands.rows_a_program(sizes["vocab"], most, programs), "BLOCK": block, "num_warps": 4}
 
 
 def _fixed_chunks(sizes: Mapping[str, Any], device: DeviceIdentity) -> dict[str, int]:

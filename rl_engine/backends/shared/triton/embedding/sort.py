@@ -36,8 +36,8 @@ def _fixed_sort(_sizes: Mapping[str, Any], _device: DeviceIdentity) -> dict[str,
 
 
 def _fixed_merge(sizes: Mapping[str, Any], device: DeviceIdentity) -> dict[str, int]:
-    tokens = 1 << sizes["BITS"] if is_interpreter(device.arch) else 128
-    return {"TOKENS": tokens, "BLOCKS": 16, "num_warps": 4}
+    tokens = 1 << sizes["BITS"] if is_interpreter(device.arch) else 64
+    return {"TOKENS": tokens, "BLOCKS": 8, "num_warps": 4}
 
 
 def _admits_merge(_sizes: Mapping[str, Any], launch: Mapping[str, int]) -> bool:

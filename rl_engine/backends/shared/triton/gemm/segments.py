@@ -30,7 +30,7 @@ def _a_block(meta: Mapping[str, Any]) -> list[int]:
 @TunableKernel(
     outputs=("table_ptr", "c_ptr"),
     dynamic=("m", "n", "n_groups"),
-    fixed=lambda _sizes, _device: {"num_warps": 4},
+    fixed=lambda _sizes, _device: {"num_warps": 1},  # H200, 128 groups: 30% faster than 4
     neutral={"num_warps": (1, 2, 4, 8)},
 )
 @triton.jit(do_not_specialize=["m", "n", "n_groups"])

