@@ -127,7 +127,9 @@ def _how(rows: Sequence[Row]) -> str:
         - µs: the faster of the fixed rule and the tuner; their mean where both are one launch. Both gradients, and all
           three products, are captured together.
         - {NAIVE} and the wider one are this library's kernel with one tile, 8 warps and 3 stages, as batch-invariant
-          GEMMs in use take for every shape. torch.mm is cuBLAS, which may split K and so is not batch-invariant."""
+          GEMMs in use take for every shape. torch.mm is cuBLAS, which may split K and so is not batch-invariant.
+        - Experts (thr-moe): "torch.mm" is `torch._grouped_mm`, PyTorch's own for them; torch.compile and one tile have
+          no form for groups here. Their search and naive launch are in h200_qualification. Depths are not searched."""
     )
 
 
