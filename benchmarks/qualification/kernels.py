@@ -15,7 +15,7 @@ from rl_engine.backends.shared.triton.qualification import gate, widened
 from rl_engine.errors import TrialUnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from benchmarks.qualification.subjects import Source, Subject
     from rl_engine.backends.shared.triton.distinct import Compiled, LaunchSite
@@ -39,15 +39,8 @@ class Sorted:
     failed: int
 
 
-def study(name: str, sources: Iterable[Source], families: Sequence[str] = tuple(FAMILIES)) -> KernelRow:
-    """Compile the candidates of some launches, and compare their bytes with the fixed launch's on every family."""
-    row = KernelRow(name)
-    for source in sources:
-        row.add(_study(name, source, families))
-    return row
-
-
-def _study(name: str, source: Source, families: Sequence[str]) -> KernelRow:
+def study(name: str, source: Source, families: Sequence[str] = tuple(FAMILIES)) -> KernelRow:
+    """Compile the candidates of a launch, and compare their bytes with the fixed launch's on every family."""
     subject = source(NORMAL)
     fixed = subject.candidates[0]
     found = sort(subject.candidates, subject.site)

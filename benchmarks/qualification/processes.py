@@ -58,4 +58,4 @@ def sources(place: str) -> Mapping[str, Sequence[Source]]:
 
 def _study(place: str, name: str, number: int) -> KernelRow:
     with side_stream():
-        return kernels.study(name, [sources(place)[name][number]])
+        return kernels.study(name, sources(place)[name][number])

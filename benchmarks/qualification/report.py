@@ -83,7 +83,7 @@ def _table(title: str, names: Sequence[str], cells: Iterable[Sequence[str]]) -> 
     rows = list(cells)
     if not rows:
         return ""
-    lines = [f"| {' | '.join(cells)} |" for cells in (names, *rows)]
+    lines = [f"| {' | '.join(row)} |" for row in (names, *rows)]
     lines.insert(1, "|---" * len(names) + "|")
     return f"## {title}\n\n" + "\n".join(lines)
 

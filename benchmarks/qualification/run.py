@@ -97,7 +97,7 @@ def main() -> int:
     results, began_s = Results(), time.monotonic()
 
     def out_of_time(share: float = 1.0) -> bool:
-        results.write(options.out / ROWS_FILE)
+        results.write(options.out / ROWS_FILE)  # it is asked before every row: a run that is stopped keeps what it has
         return time.monotonic() - began_s > share * options.seconds
 
     with side_stream():
