@@ -129,10 +129,13 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 def _poisoned_memory() -> Iterator[None]:
     """Let torch.empty return NaN and largest integers: an element that is not written shows."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(mode=True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch operators without a deterministic form: none is judged here
             yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = filled

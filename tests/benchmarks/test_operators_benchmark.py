@@ -181,6 +181,13 @@ def test_a_wrong_operator_is_not_timed(op, fault):
     assert any(fault in one for one in faults), faults
 
 
+def test_a_hole_shows_where_torch_was_told_to_leave_memory_as_it_is(monkeypatch):
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # as the training job does
+    faults = _checked("silu", _leaves_a_hole, rows=8, cols=64).faults
+    assert any("other bytes in a second run" in one for one in faults), faults
+    assert not torch.utils.deterministic.fill_uninitialized_memory
+
+
 def test_the_weights_gradient_of_all_rows_is_compared_with_a_second_run_alone():
     found = _checked("rms_norm", SPECS["rms_norm"].reference, rows=8, hidden=16)
     assert found.faults == ()
