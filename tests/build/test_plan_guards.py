@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -177,7 +178,7 @@ def test_a_plan_that_cannot_be_started_means_the_ordinary_path(card: FakeCard, m
         call, head = plan._safe_entry(compiled)
         return call, head[:-1]  # one argument short
 
-    monkeypatch.setattr(plan, "_ENTRIES", {plan._version(): (entry, 5)})
+    monkeypatch.setattr(plan, "_VERSIONS", {plan._version(): replace(plan._SAFE, entry=entry)})
     monkeypatch.setattr(events.log(), "_warned", set())
     start(card)
     assert not start(card).by_address

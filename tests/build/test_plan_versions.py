@@ -22,11 +22,13 @@ def _compiled() -> SimpleNamespace:
     run = SimpleNamespace(
         launch="the C function", launch_cooperative_grid="self.launch_cooperative_grid", launch_pdl="self.launch_pdl"
     )
-    return SimpleNamespace(run=run, function="function", packed_metadata="kernel_metadata")
+    return SimpleNamespace(
+        run=run, function="function", packed_metadata="kernel_metadata", metadata=SimpleNamespace(tensordesc_meta=[])
+    )
 
 
 def test_the_table_has_exactly_the_versions_whose_sources_were_read() -> None:
-    assert list(plan._ENTRIES) == list(KNOWN) == ["3.6", "3.7", "3.8", "3.9"]
+    assert list(plan._VERSIONS) == list(KNOWN) == ["3.6", "3.7", "3.8", "3.9"]
 
 
 def test_the_installed_triton_starts_kernels_as_its_version_did_when_it_was_read() -> None:
@@ -63,7 +65,7 @@ def test_the_safe_entry_takes_what_the_jit_hands_it(known: str) -> None:
 
 
 def test_the_c_function_is_used_where_it_takes_what_is_listed_here() -> None:
-    used = [known for known, (entry, _length) in plan._ENTRIES.items() if entry is plan._c_entry]
+    used = [known for known, version in plan._VERSIONS.items() if version.entry is plan._c_entry]
     assert used == ["3.6"]
     call, head = plan._c_entry(_compiled())
     assert call == "the C function"
@@ -77,5 +79,5 @@ def test_the_c_function_is_used_where_it_takes_what_is_listed_here() -> None:
 
 @pytest.mark.parametrize("known", KNOWN)
 def test_the_table_says_how_many_arguments_stand_before_the_kernels(known: str) -> None:
-    entry, length = plan._ENTRIES[known]
-    assert len(entry(_compiled())[1]) == length
+    version = plan._VERSIONS[known]
+    assert len(version.entry(_compiled())[1]) == version.head_length

@@ -135,6 +135,30 @@ def test_ten_thousand_random_signatures_have_the_bytes_of_tritons_own_launch(ord
     assert planned == SIGNATURES
 
 
+def test_products_of_described_matrices_have_the_bytes_of_tritons_own_launch(ordinary: list[str]) -> None:
+    gemm, draw = triton_op("det_gemm"), random.Random(5)
+    memory = torch.randn(1 << 18, device="cuda").bfloat16()
+
+    def matrix(rows: int, cols: int) -> torch.Tensor:
+        turned = draw.random() < 0.5
+        wide, high = (rows, cols) if turned else (cols, rows)
+        at, stride = 8 * draw.randrange(512), wide + 8 * draw.randrange(3)
+        found = memory[at : at + high * stride].view(high, stride)[:, :wide]
+        return found.mT if turned else found
+
+    planned = 0
+    for _number in range(400):
+        m, n, k = (8 * draw.randint(low, low + 7) for low in (17, 9, 9))
+        a, b = matrix(m, k), matrix(k, n)
+        with autotune("off"):
+            wanted = gemm(a, b)
+        before = len(ordinary)
+        assert_same_bytes(gemm(a, b), wanted, f"{m} {n} {k} {a.stride()} {b.stride()}")
+        planned += len(ordinary) == before
+    assert "_gemm_persistent_kernel" in ordinary, "no product was described"
+    assert planned > 300, "one launch in four or more went through Triton"
+
+
 def test_a_plan_launches_on_the_current_stream_and_waits_for_nothing(ordinary: list[str]) -> None:
     x = torch.zeros(N, device="cuda")
     add_one(x)

@@ -7,6 +7,7 @@ Triton's own. A kernel may be given a function that does on host memory what it 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -68,6 +69,7 @@ class FakeCard:
         compute: what kernels do, by name.
         kernels: that may be launched here, by name.
         broken: launches by address do nothing.
+        encoded: addresses of matrices, as often as a descriptor of them was encoded.
     """
 
     starts: list[Start] = field(default_factory=list)
@@ -78,6 +80,7 @@ class FakeCard:
     compute: dict[str, Compute] = field(default_factory=dict)
     kernels: dict[str, KernelLauncher] = field(default_factory=dict)
     broken: bool = False
+    encoded: list[int] = field(default_factory=list)
 
     def get_current_device(self) -> int:
         return self.device
@@ -109,12 +112,19 @@ class FakeCard:
             unload_module=self.unloaded.append,
             build_signature_metadata=lambda signature: bytes(len(signature)),
             get_device_properties=lambda _device: {"max_shared_mem": 227 << 10},
+            fill_tma_descriptor=self._encode,
+            fill_tma_descriptor_tiled=self._encode,
         )
 
     def _load(self, name: str, *_binary: Any) -> tuple[int, int, int, int, int]:
         function = 1000 + len(self.loaded)
         self.loaded[function] = name
         return function + 1000, function, 32, 0, 1024
+
+    def _encode(self, address: int, *how: Any) -> Any:
+        """Encode a tensor descriptor."""
+        self.encoded.append(address)
+        return SimpleNamespace(address=address, how=how)
 
     def _launch_any(self, x: int, y: int, z: int, stream: int, function: int, *rest: Any) -> None:
         """Be the one C function of Triton 3.7 and newer."""
@@ -133,7 +143,7 @@ class FakeCard:
         if enter is not None:
             enter(metadata)
         name = self.loaded[function]
-        named = dict(zip(self.kernels[name].arg_names, args, strict=True))
+        named, args = self._collected(self.kernels[name], args)
         pointers = [one for key, one in named.items() if key.endswith("_ptr") and one is not None]
         by_address = not any(isinstance(one, torch.Tensor) for one in pointers)
         self.starts.append(Start(name, grid, stream, function, packed, self.device, args, by_address))
@@ -143,6 +153,17 @@ class FakeCard:
             )
         if leave is not None:
             leave(metadata)
+
+    @staticmethod
+    def _collected(kernel: KernelLauncher, args: tuple[Any, ...]) -> tuple[dict[str, Any], tuple[Any, ...]]:
+        """Return arguments by name and in order, those of a described matrix (encoding, shape, strides) as one."""
+        given = iter(args)
+        named = {
+            name: tuple(itertools.islice(given, 5)) if name in kernel.declaration.descriptors else next(given)
+            for name in kernel.arg_names
+        }
+        assert not list(given), "more arguments than the kernel has"
+        return named, tuple(named.values())
 
 
 @contextlib.contextmanager

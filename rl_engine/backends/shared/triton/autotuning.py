@@ -122,11 +122,12 @@ class KernelLauncher:
             dynamic=declaration.dynamic,
             device=(*declaration.outputs, *declaration.inout)[0],
             inout=declaration.inout,
+            described=tuple(declaration.descriptors),
             head=head_length(),
         )
         self._settled: dict[tuple[Any, ...], Settled] = {}
         self._fixed: dict[tuple[Any, ...], Mapping[str, int]] = {}
-        self._plans = Plans(jitted, self.__name__, self._signature)
+        self._plans = Plans(jitted, self.__name__, self._signature, declaration.descriptors)
         self._interpreted = compiler.interpreted(jitted)
         self._failures = Failures()
         self._launch = self._launcher(self._settled)

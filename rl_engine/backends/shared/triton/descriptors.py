@@ -1,6 +1,7 @@
 """Tensor descriptors made on the host, where a kernel asks for them: arguments stay tensors up to the launch itself.
 
-So keys, scratch copies and checks see tensors, and the block of a descriptor follows the launch that is tried.
+So keys, scratch copies and checks see tensors, and the block of a descriptor follows the launch that is tried. A launch
+plan passes what Triton makes of a descriptor, encoded once for every place that a matrix is found in.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ Blocks: TypeAlias = Mapping[str, Callable[[Mapping[str, Any]], list[int]]]  # by
 _BYTES = 16  # addresses and row strides are multiples of it, and a row stride has 40 bits (cuTensorMapEncodeTiled)
 _ROW_BYTES = 1 << 40
 _MATRIX = 2  # axes
+_MOST_PLACES = 1024  # of one argument of one plan; 0.3 kB each
 _thread = threading.local()
 
 
@@ -23,14 +25,45 @@ def describe(values: Mapping[str, Any], blocks: Blocks) -> dict[str, Any]:
     """Return arguments by name with every tensor named in ``blocks`` as a descriptor, as it lies in memory."""
     made = dict(values)
     for name, block in blocks.items():
-        tensor = values[name]
-        if isinstance(tensor, torch.Tensor):
-            shape, strides = list(tensor.shape), list(tensor.stride())
-            if lies_transposed(tensor):
-                shape.reverse()
-                strides.reverse()
-            made[name] = TensorDescriptor(tensor, shape, strides, block(values))
+        if isinstance(values[name], torch.Tensor):
+            made[name] = descriptor(values[name], block(values))
     return made
+
+
+def descriptor(matrix: torch.Tensor, block: list[int]) -> TensorDescriptor:
+    """Return the descriptor of a matrix as it lies in memory."""
+    shape, strides = list(matrix.shape), list(matrix.stride())
+    if lies_transposed(matrix):
+        shape.reverse()
+        strides.reverse()
+    return TensorDescriptor(matrix, shape, strides, block)
+
+
+class Places:
+    """What a plan passes for one described argument: (matrix, its address) -> arguments of the C function.
+
+    They follow from address, shape and strides, the dtype being the plan's, so they are kept by these: to encode a
+    descriptor takes longer than to start a kernel, and a training step finds its matrices where the last one did.
+    No tensor is kept.
+    """
+
+    def __init__(self, block: list[int], encode: Callable[[TensorDescriptor], Sequence[Any]]) -> None:
+        self._block = block
+        self._encode = encode
+        self._made: dict[tuple[Any, ...], Sequence[Any]] = {}
+
+    def __call__(self, matrix: torch.Tensor, address: int) -> Sequence[Any]:
+        """Return the arguments for a matrix."""
+        place = (address, matrix.shape, matrix.stride())
+        found = self._made.get(place)
+        if found is None:
+            if matrix.is_cuda:
+                _enter_context()
+            found = self._encode(descriptor(matrix, self._block))
+            if len(self._made) >= _MOST_PLACES:
+                self._made.clear()
+            self._made[place] = found
+        return found
 
 
 def described(

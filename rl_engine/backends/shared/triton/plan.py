@@ -7,20 +7,24 @@ of launching wrote the same bytes. Whatever is in doubt takes the ordinary path.
 
 Supported: Triton 3.6 to 3.9 on NVIDIA cards. What is used below `compiler.py`'s list: ``CompiledKernel.run``,
 ``function``, ``packed_metadata``, ``metadata``, ``src``; the launch hooks of ``triton.knobs``; the C function under
-``run`` where `_ENTRIES` says so. AMD's compiler specialises on the size of buffers as well: no plans there.
+``run`` where `_VERSIONS` says so. AMD's compiler specialises on the size of buffers as well: no plans there.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
+import inspect
 import operator
 import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 
+from rl_engine.backends.shared.triton.descriptors import Places, descriptor
 from rl_engine.backends.shared.triton.qualification import BoundLaunch, gate
 from rl_engine.backends.shared.triton.scratch import spans, total
 from rl_engine.errors import TrialUnavailableError
@@ -28,8 +32,7 @@ from rl_engine.platforms.tuning import events
 from rl_engine.platforms.tuning.key import Candidate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
+    from rl_engine.backends.shared.triton.descriptors import Blocks
     from rl_engine.backends.shared.triton.signature import Signature
 
 _PROOF_BYTES = 1 << 26  # written by a launch that proves a plan: three times as much is allocated
@@ -38,6 +41,7 @@ _SCALARS: Mapping[type, tuple[str, ...]] = {int: _INTEGERS, bool: ("u1", "i1"), 
 _DIVISIBLE = ("tt.divisibility", 16)
 
 _Entry = tuple["Callable[..., Any]", tuple[Any, ...]]
+_Passes = Callable[[torch.Tensor, int], Sequence[Any]]
 
 # Kernels that a plan has launched, by identity: from Triton 3.8 on a kernel that nobody refers to unloads its module,
 # at any time, also under a graph that will launch it again, and in a forked child that does not own it.
@@ -49,23 +53,52 @@ def _safe_entry(compiled: Any) -> _Entry:
     return compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
 
 
+def _safe_descriptor(block: list[int], _meta: Any) -> _Passes:
+    """Pass the descriptor itself, as the JIT does. It refers to its tensor, so each is made anew."""
+    return lambda matrix, _address: (descriptor(matrix, block),)
+
+
 def _c_entry(compiled: Any) -> _Entry:
     """Return the C function below ``run`` of Triton 3.6, compiled for one signature: it parses what it is given.
 
     0.7 to 1.1 us faster than ``run`` (H200). From 3.7 on one function serves all kernels, and reads as many arguments
     as the kernel has whatever it is given: not worth it before it has run on a card.
     """
-    run = compiled.run
+    run, launch = compiled.run, compiled.run.launch
+    if getattr(compiled.metadata, "tensordesc_meta", None):
+        launch = inspect.getclosurevars(launch).nonlocals["launcher"]  # below the wrapper that encodes descriptors
     scratch, hooks = (None, None), (None, None, None)
     flags = (run.launch_cooperative_grid, run.launch_pdl)
-    return run.launch, (compiled.function, *flags, *scratch, compiled.packed_metadata, *hooks)
+    return launch, (compiled.function, *flags, *scratch, compiled.packed_metadata, *hooks)
 
 
-_ENTRIES: Mapping[str, tuple[Callable[[Any], _Entry], int]] = {  # and how many arguments stand before the kernel's
-    "3.6": (_c_entry, 9),
-    "3.7": (_safe_entry, 5),
-    "3.8": (_safe_entry, 5),
-    "3.9": (_safe_entry, 5),
+def _c_descriptor(block: list[int], meta: Any) -> _Passes:
+    """Pass what Triton 3.6 makes of a descriptor: its encoding, shape and strides."""
+    driver = importlib.import_module("triton.backends.nvidia.driver")
+    return Places(block, lambda described: tuple(driver.make_tensordesc_arg(described, meta)))
+
+
+@dataclass(frozen=True)
+class _Version:
+    """How a Triton starts a kernel.
+
+    Attributes:
+        entry: compiled kernel -> what is called, and its arguments between the stream and the kernel's own.
+        head_length: how many those are.
+        descriptor: (block, Triton's metadata of it) -> what is passed for a matrix that the kernel takes described.
+    """
+
+    entry: Callable[[Any], _Entry]
+    head_length: int
+    descriptor: Callable[[list[int], Any], _Passes]
+
+
+_SAFE = _Version(_safe_entry, 5, _safe_descriptor)
+_VERSIONS: Mapping[str, _Version] = {
+    "3.6": _Version(_c_entry, 9, _c_descriptor),
+    "3.7": _SAFE,
+    "3.8": _SAFE,
+    "3.9": _SAFE,
 }
 
 
@@ -75,6 +108,7 @@ class LaunchPlan:
 
     Attributes:
         call: (grid x, y, z, stream, *head, *arguments in kernel order), pointers as integers.
+        descriptors: what is passed for a matrix that the kernel takes described, in kernel order.
         head: what stands between stream and arguments.
         tuned: values of the tuned parameters, in kernel order.
         stream: device index -> the stream that is current now.
@@ -84,6 +118,7 @@ class LaunchPlan:
 
     call: Callable[..., Any]
     head: tuple[Any, ...]
+    descriptors: tuple[_Passes, ...]
     tuned: tuple[Any, ...]
     stream: Callable[[int], int]
     index: int
@@ -101,10 +136,11 @@ class Settled:
 class Plans:
     """Makes the plans of one kernel, and proves them once for each device and kinds of arguments."""
 
-    def __init__(self, jitted: Any, name: str, signature: Signature) -> None:
+    def __init__(self, jitted: Any, name: str, signature: Signature, blocks: Blocks) -> None:
         self._jitted = jitted
         self._name = name
         self._signature = signature
+        self._blocks = [blocks[name] for name in signature.described]
         self._proofs: dict[tuple[Any, ...], bool] = {}
         self._lock = threading.Lock()
 
@@ -131,7 +167,8 @@ class Plans:
         if reason is not None:
             events.logger.debug("%s launches through Triton: %s", self._name, reason)
             return None
-        plan = _freeze(self._jitted, compiled, options, index)
+        blocks = [block({**launch.values, **options}) for block in self._blocks]
+        plan = _freeze(self._jitted, compiled, options, index, blocks)
         with self._lock:
             kinds = (index, *compiled.src.signature.values())
             if kinds not in self._proofs:
@@ -150,8 +187,8 @@ def _unsupported() -> str | None:
     """Return why this Triton, or this backend of it, has no plans, and log it once; None where it has."""
     reason: str | None = None
     backend = triton.runtime.driver.active.get_current_target().backend
-    if _version() not in _ENTRIES:
-        reason = f"Triton {triton.__version__} is none of {', '.join(_ENTRIES)}"
+    if _version() not in _VERSIONS:
+        reason = f"Triton {triton.__version__} is none of {', '.join(_VERSIONS)}"
     elif backend != "cuda":
         reason = f"the compiler's backend is {backend}"
     if reason is not None:
@@ -161,7 +198,7 @@ def _unsupported() -> str | None:
 
 def head_length() -> int:
     """Return how many arguments a plan's `LaunchPlan.head` has; 0 where this Triton has no plans."""
-    return _ENTRIES[_version()][1] if _version() in _ENTRIES else 0
+    return _VERSIONS[_version()].head_length if _version() in _VERSIONS else 0
 
 
 def _version() -> str:
@@ -180,8 +217,9 @@ def obstacle(jitted: Any, signature: Signature, compiled: Any, values: Mapping[s
         return f"it takes {len(kinds)} arguments, the kernel has {len(jitted.arg_names)}"
     if metadata.global_scratch_size or metadata.profile_scratch_size:
         return "it needs scratch memory"
-    if getattr(metadata, "tensordesc_meta", None):
-        return "it takes tensor descriptors"
+    described = getattr(metadata, "tensordesc_meta", None) or ()
+    if len(described) != len(signature.described) or None in described:
+        return "it takes other tensor descriptors than were made on the host"
     if metadata.launch_cooperative_grid or metadata.launch_pdl or getattr(metadata, "instrumentation_mode", ""):
         return "it is launched in a way of its own"
     if jitted.debug or triton.knobs.runtime.debug:
@@ -225,13 +263,17 @@ def prove(launch: BoundLaunch, replay: Callable[[Mapping[str, Any]], bool]) -> s
     return "" if planned in found.survivors else "gave other bytes than Triton's launch"
 
 
-def _freeze(jitted: Any, compiled: Any, options: Mapping[str, int], index: int) -> LaunchPlan:
-    entry, _length = _ENTRIES[_version()]
-    call, head = entry(compiled)
+def _freeze(
+    jitted: Any, compiled: Any, options: Mapping[str, int], index: int, blocks: Sequence[list[int]] = ()
+) -> LaunchPlan:
+    version = _VERSIONS[_version()]
+    call, head = version.entry(compiled)
+    described = getattr(compiled.metadata, "tensordesc_meta", None) or ()
     _kept[id(compiled)] = compiled
     return LaunchPlan(
         call=call,
         head=head,
+        descriptors=tuple(version.descriptor(block, meta) for block, meta in zip(blocks, described, strict=True)),
         tuned=tuple(options[name] for name in jitted.arg_names if name in options),
         stream=triton.runtime.driver.active.get_current_stream,
         index=index,
@@ -321,6 +363,8 @@ def _expected(name: str, jitted: Any, signature: Signature, compiled: Any, value
     source, at = compiled.src, jitted.arg_names.index(name)
     parameter, kind = jitted.params[at], source.signature[name]
     marks = [tuple(one) for one in source.attrs.get((at,), ())]
+    if name in signature.described:
+        return isinstance(value, torch.Tensor) and kind.startswith("tensordesc<") and not marks
     if parameter.is_constexpr or value is None:
         return bool(kind == "constexpr") and not marks
     if name in signature.pointers:

@@ -37,6 +37,7 @@ class Signature:
         dynamic: integers that change from step to step; the compiler does not specialise them, the key buckets them.
         static: every other scalar, taken by value; of a run-time float only that it is one.
         constants: the ``tl.constexpr`` among them, which are compiled in.
+        described: those of the pointers that the kernel takes as tensor descriptors.
         key: (mode, phase, *args, **kwargs with options) -> hashable: equal for launches that share a selection in this
             process, and then whatever Triton specialises a kernel on is equal too.
         index: (*args, **kwargs) -> index of the device it runs on, -1 for the CPU.
@@ -50,6 +51,7 @@ class Signature:
     dynamic: tuple[str, ...]
     static: tuple[str, ...]
     constants: frozenset[str]
+    described: tuple[str, ...]
     key: Callable[..., tuple[Any, ...]]
     index: Callable[..., int]
     sizes: Callable[..., dict[str, Any]]
@@ -96,6 +98,7 @@ def generate(
     dynamic: tuple[str, ...],
     device: str,
     inout: tuple[str, ...] = (),
+    described: tuple[str, ...] = (),
     head: int = 0,
 ) -> Signature:
     """Return the signature of kernel ``function``.
@@ -106,6 +109,7 @@ def generate(
         dynamic: names of integers that change from step to step.
         device: name of a pointer that is never None.
         inout: names of pointers that it reads and writes.
+        described: names of pointers that it takes as tensor descriptors.
         head: how many arguments of a plan's stand before the kernel's own.
     """
     every = inspect.signature(function).parameters
@@ -114,6 +118,7 @@ def generate(
     pointers = tuple(name for name in names if name.endswith("_ptr"))
     static = tuple(name for name in names if name not in pointers and name not in dynamic)
     constants = frozenset(one.name for one in parameters if "constexpr" in str(one.annotation))
+    described = tuple(name for name in names if name in described)  # in the kernel's order
     defaults = {f"_default_{one.name}": one.default for one in parameters if one.default is not inspect.Parameter.empty}
     accepted = ", ".join(f"{name}=_default_{name}" if f"_default_{name}" in defaults else name for name in names)
     text = _Text(
@@ -122,6 +127,7 @@ def generate(
         ", ".join(name for name in names if name not in pointers),
         ", ".join(_terms(pointers, dynamic, static, constants)),
         device,
+        described,
         head,
     )
     source = (
@@ -137,8 +143,8 @@ def generate(
     tuned_names = tuple(name for name in every if name in tuned)
     launch = text.launch(tuple(every), tuned_names, _leading(every, tuned, constants), inout)
     return Signature(
-        pointers, dynamic, static, constants, made["key"], made["index"], made["sizes"], made["values"], made["exact"],
-        made["written"], launch, defaults,
+        pointers, dynamic, static, constants, described, made["key"], made["index"], made["sizes"], made["values"],
+        made["exact"], made["written"], launch, defaults,
     )  # fmt: skip
 
 
@@ -151,6 +157,7 @@ class _Text:
     exact: str
     terms: str
     device: str
+    described: tuple[str, ...]
     head: int
 
     def launch(
@@ -161,7 +168,7 @@ class _Text:
         keywords = "".join(f"{name!r}: {name}, " for name in names if name not in positional and name not in tuned)
         constants = "".join(f"{name}={name}, " for name in names if name not in positional and name not in tuned)
         head = tuple(f"_head_{number}" for number in range(self.head))
-        passed = _listed((*head, *(_address(name) if name.endswith("_ptr") else name for name in names)))
+        passed = _listed((*head, *(self._passed(name) for name in names)))
         return f"""
 def launch(_grid, {self.accepted}, **_more):
     _policy = _innermost() or _of_process()
@@ -185,6 +192,11 @@ def launch(_grid, {self.accepted}, **_more):
     _plan.call(_x, _y, _z, _plan.stream(_index), {passed})
 {f"    _bump(({_listed(inout)}))" if inout else ""}
 """
+
+    def _passed(self, name: str) -> str:
+        if name in self.described:
+            return f"*_plan.descriptors[{self.described.index(name)}]({name}, {_address(name)})"
+        return _address(name) if name.endswith("_ptr") else name
 
 
 def _tensors(pointers: tuple[str, ...], device: str) -> str:
