@@ -19,12 +19,13 @@ def _matrix(rows: int, cols: int, random: torch.Generator, scale: float = 1.0) -
     return nn.Parameter(torch.randn(rows, cols, generator=random) * (scale * cols**-0.5))
 
 
-def _linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return nn.functional.linear(x, weight.to(x.dtype))
+def _linear(operators: Operators, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    product: torch.Tensor = operators.det_gemm(x, weight.to(x.dtype).mT)
+    return product
 
 
 class Attention(nn.Module):
-    """Causal self-attention as plain products and an fp32 softmax: SDPA's flash backward is not deterministic."""
+    """Causal self-attention as products and an fp32 softmax: SDPA's flash backward is not deterministic."""
 
     def __init__(self, shape: ModelShape, operators: Operators, random: torch.Generator) -> None:
         super().__init__()
@@ -33,17 +34,17 @@ class Attention(nn.Module):
         self.query_key_value = _matrix(3 * shape.width, shape.width, random)
         self.output = _matrix(shape.width, shape.width, random, scale=(2 * shape.layers) ** -0.5)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Mix x [batch, length, width] along the length; position i sees 0 to i."""
+    def forward(self, x: torch.Tensor, future: torch.Tensor) -> torch.Tensor:
+        """Mix x [batch, length, width] along the length; a position sees those where ``future`` is False."""
         batch, length, width = x.shape
-        heads = _linear(x, self.query_key_value).view(batch, length, 3, self.heads, width // self.heads)
+        heads = _linear(self.operators, x, self.query_key_value).view(batch, length, 3, self.heads, width // self.heads)
         query, key, value = heads.unbind(2)
         turned = self.operators.rope(query, key)
         query, key, value = (one.transpose(1, 2) for one in (*turned, value))  # each [batch, heads, length, head]
-        scores = (query @ key.mT).float() * (width // self.heads) ** -0.5
-        future = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
+        scores = self.operators.det_gemm(query, key.mT, out_dtype=torch.float32) * (width // self.heads) ** -0.5
         weights = scores.masked_fill(future, float("-inf")).softmax(-1).to(x.dtype)
-        return _linear((weights @ value).transpose(1, 2).reshape(x.shape), self.output)
+        mixed = self.operators.det_gemm(weights, value).transpose(1, 2).reshape(x.shape)
+        return _linear(self.operators, mixed, self.output)
 
 
 class Block(nn.Module):
@@ -59,11 +60,12 @@ class Block(nn.Module):
         self.up = _matrix(shape.hidden, shape.width, random)
         self.down = _matrix(shape.width, shape.hidden, random, scale=(2 * shape.layers) ** -0.5)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, future: torch.Tensor) -> torch.Tensor:
         """Return the stream after this block, x's shape [batch, length, width] and dtype."""
-        x = x + self.attention(self.operators.rms_norm(x, self.attention_norm))
-        normed = self.operators.rms_norm(x, self.mlp_norm)
-        return x + _linear(self.operators.swiglu(_linear(normed, self.gate), _linear(normed, self.up)), self.down)
+        ops = self.operators
+        x = x + self.attention(ops.rms_norm(x, self.attention_norm), future)
+        normed = ops.rms_norm(x, self.mlp_norm)
+        return x + _linear(ops, ops.swiglu(_linear(ops, normed, self.gate), _linear(ops, normed, self.up)), self.down)
 
 
 class Transformer(nn.Module):
@@ -71,7 +73,7 @@ class Transformer(nn.Module):
 
     Args:
         shape: sizes.
-        operators: embedding, norms, rotation, activation and log-probabilities.
+        operators: embedding, norms, rotation, products, activation and log-probabilities.
         compute_dtype: of the residual stream.
         random: a CPU generator that the weights are drawn from.
     """
@@ -98,9 +100,11 @@ class Transformer(nn.Module):
         tokens: [batch, length], int64; the logits at position i are those of token i + 1.
         """
         x = self.operators.embedding(tokens, self.embedding).to(self.compute_dtype)
+        length = tokens.shape[1]
+        future = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)
         for block in self.blocks:
-            x = block(x)
-        return nn.functional.linear(self.operators.rms_norm(x[:, first:], self.norm).float(), self.head)
+            x = block(x, future)
+        return _linear(self.operators, self.operators.rms_norm(x[:, first:], self.norm).float(), self.head)
 
     def answer_logps(self, tokens: torch.Tensor, prompt_length: int) -> torch.Tensor:
         """Return the log-probabilities of the tokens after the prompt: [batch, length - prompt_length], fp32."""

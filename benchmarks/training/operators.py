@@ -18,6 +18,7 @@ class Operators:
     """One operator a field, named as in the registry."""
 
     embedding: Operator
+    det_gemm: Operator
     rms_norm: Operator
     rope: Operator
     swiglu: Operator
