@@ -31,6 +31,7 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 # the interpreter takes seconds for more than one chunk of columns
 CALLS = [(variant, 33, layout) for variant in VARIANTS for layout in LAYOUTS]
 CALLS += [(variant, 4099, "contiguous") for variant in ("grpo", "warm")]
+CALLS += [("grpo", 8203, "contiguous")]  # a whole tile, and a rest
 if ON_GPU:
     CALLS += [(variant, 151_936, layout) for variant in VARIANTS for layout in LAYOUTS]
 
