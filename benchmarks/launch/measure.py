@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from rl_engine.backends.spec import Inputs
 
-OPERATORS = ("swiglu", "rms_norm", "rope", "logp", "grpo_loss")
+OPERATORS = ("swiglu", "rms_norm", "rope", "logp", "grpo_loss", "det_gemm")
 PEERS = ("eager", "compile", "liger")
 PHASES: tuple[Phase, ...] = ("fwd", "both")
 PRESET = "small"

@@ -218,6 +218,7 @@ def _group_advantages(
 
 
 _EAGER = {
+    "det_gemm": Peer(torch.matmul),
     "silu": Peer(_silu),
     "swiglu": Peer(_swiglu),
     "rms_norm": Peer(_rms_norm),

@@ -12,6 +12,7 @@ from rl_engine.backends.reference.dtypes import require_float, wide
 from rl_engine.backends.spec import Case, InputMaker, Inputs, Tolerance, Traffic, operator
 
 InputPrecision = Literal["ieee", "tf32"]
+_INPUT_PRECISIONS = get_args(InputPrecision)
 _MATRIX = 2  # axes
 
 
@@ -60,7 +61,7 @@ def check_det_gemm(
         raise TypeError(f"det_gemm: a is {a.dtype}, b is {b.dtype}; pass equal dtypes")
     if out_dtype not in (None, a.dtype, torch.float32):
         raise TypeError(f"det_gemm: out_dtype is {out_dtype}; pass None, {a.dtype} or float32")
-    if input_precision not in get_args(InputPrecision):
+    if input_precision not in _INPUT_PRECISIONS:
         raise ValueError(f"det_gemm: input_precision is {input_precision!r}; pass 'ieee' or 'tf32'")
     if a.dim() == 0 or b.dim() < _MATRIX or a.shape[-1] != b.shape[-2]:
         raise ValueError(f"det_gemm: a is {list(a.shape)}, b is {list(b.shape)}; pass a [..., K] and b [..., K, N]")

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 CastingMode = Literal["none", "llama", "gemma"]
+_CASTING_MODES = get_args(CastingMode)
 
 
 def _inputs(make: InputMaker, rows: int, hidden: int, heads: int = 0, stride: int = 0) -> Inputs:
@@ -48,9 +49,9 @@ def check_rms_norm(x: torch.Tensor, weight: torch.Tensor, casting_mode: str) -> 
         raise ValueError(
             f"rms_norm: weight is {_shape(weight)}, x is {_shape(x)}; pass weight of shape [{x.shape[-1]}]"
         )
-    if casting_mode not in get_args(CastingMode):
+    if casting_mode not in _CASTING_MODES:
         raise ValueError(
-            f"rms_norm: casting_mode is {casting_mode!r}; pass one of {', '.join(map(repr, get_args(CastingMode)))}"
+            f"rms_norm: casting_mode is {casting_mode!r}; pass one of {', '.join(map(repr, _CASTING_MODES))}"
         )
 
 
